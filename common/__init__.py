@@ -1,4 +1,4 @@
-"""The ground floor: errors, whole files, records, hashes, locks, HTTP, the console, signals, the machine.
+"""The lowest layer: errors, atomic files, records, hashes, locks, HTTP, the console, signals, the machine.
 
-It imports nothing of ours, and no torch.
+It imports no other Thresher package, and no torch at import time.
 """

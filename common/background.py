@@ -15,15 +15,15 @@ class _Worker(Thread):
 
 
 def still_busy() -> bool:
-    """Return whether a call is running that nobody waits for any more, or yet."""
+    """Return whether any submitted call is still running."""
     return any(isinstance(thread, _Worker) and thread.busy for thread in enumerate_threads())
 
 
 class Background(Generic[T]):
     """Run `submit`ted calls, at most `threads` at a time: `with Background() as background: background.submit(call)`.
 
-    An interrupt leaves the `with` at once: running calls go on alone, later ones are dropped. Python waits for a
-    ThreadPoolExecutor, here and when the program ends.
+    An interrupt leaves the `with` at once: running calls continue, later ones are dropped. With a ThreadPoolExecutor,
+    Python would wait at the end of the `with` and of the program.
     """
 
     def __init__(self, threads: int = 1, name: str = "background") -> None:
@@ -41,7 +41,7 @@ class Background(Generic[T]):
             self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Return the future of the call's result, or of what it raises."""
+        """Queue a call and return the future of its result or exception."""
         future: Future[T] = Future()
         self._calls.put((future, call))
         if len(self._threads) < self._most:
@@ -57,6 +57,6 @@ class Background(Generic[T]):
             worker.busy = True
             try:
                 future.set_result(call())
-            except BaseException as error:  # for the caller of `result`
+            except BaseException as error:  # raised by `future.result()`
                 future.set_exception(error)
             worker.busy = False

@@ -1,7 +1,7 @@
 """Output of a running command: one progress line, and one table at the end.
 
-All text is printed as `visible` makes it. For `--json`, `answering()` keeps what `figures` and `table` show, exact and
-not rounded; a command whose object should hold something else calls `answer(values)`.
+All text is printed through `visible`. For `--json`, `answering()` collects the values that `figures` and `table` show,
+exact and not rounded; a command whose JSON object should hold other values calls `answer(values)`.
 """
 
 import math
@@ -20,8 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-# Text of others may hold anything. Control characters become their pictures; those without one, characters that change
-# the direction of text, and lone surrogates become JSON's escapes.
+# Foreign text may contain any character. Control characters become their pictures; those without a picture, characters
+# that change the direction of text, and lone surrogates become JSON escapes.
 _VISIBLE: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {
     code: f"\\u{code:04x}"
@@ -32,25 +32,25 @@ _VISIBLE |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 
 def visible(text: object) -> str:
-    """Replace the characters that could act on a terminal or a page."""
+    """Replace the characters that could control a terminal or a page."""
     return str(text).translate(_VISIBLE)
 
 
 class SafeConsole(Console):
-    """A console that prints text through `visible`; its own colours and movements stay."""
+    """A console that prints text through `visible`; its own colours and cursor movements remain."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
-# Text is printed as it is: "thresher[bench]" and "[/INST]" are no markup of rich's.
+# Text is printed unchanged: "thresher[bench]" and "[/INST]" are not markup of rich.
 console = SafeConsole(highlight=False, markup=False)
 
 
 @dataclass
 class Answer:
-    """Findings of a command. given: by `answer`, replaces figures and tables. files: that it wrote, by flag."""
+    """Results of a command. given: set by `answer`, replaces figures and tables. files: written files, by flag."""
 
     given: dict[str, Any] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
@@ -58,23 +58,23 @@ class Answer:
     files: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """One object for JSON; numbers that are not finite are null."""
+        """Return one object for JSON; numbers that are not finite become null."""
         found = self.figures | ({"tables": self.tables} if self.tables else {}) if self.given is None else self.given
         return dict(_plain(self.files | found))
 
 
-_answers: list[Answer] = []  # of the command that runs, and of those that run it
+_answers: list[Answer] = []  # of the running command and the commands that called it
 _lines_shown = True
-_lines: list["Line"] = []  # the one that is drawn, and what goes on within it
-# Between two drawings of a line: on a terminal, and where every one stays.
+_lines: list["Line"] = []  # the drawn line, and the lines inside it
+# Seconds between two drawings of a line: on a terminal, and on output where each one remains.
 REDRAW_SECONDS, PLAIN_SECONDS = 0.2, 30.0
-# Characters of a table where output is no terminal: a file or a pipe has room, and what is cut is lost.
+# Width of a table in characters if output is not a terminal: files and pipes have room, and cut text is lost.
 PLAIN_WIDTH = 200
 
 
 @contextmanager
 def answering(quiet: bool = False) -> Iterator[Answer]:
-    """Keep what is shown inside. quiet: show no progress lines and announcements, in nested commands neither."""
+    """Collect the shown values. quiet: show no progress lines and announcements, also in nested commands."""
     global _lines_shown
     before = _lines_shown
     _lines_shown = before and not quiet
@@ -87,24 +87,24 @@ def answering(quiet: bool = False) -> Iterator[Answer]:
 
 
 def note(text: str, style: str | None = None) -> None:
-    """Print a text as it is; the terminal wraps its lines."""
+    """Print a text unchanged; the terminal wraps its lines."""
     console.print(text, style=style, soft_wrap=True)
 
 
 def announce(text: str) -> None:
-    """Print what a command has begun to do, unless --quiet."""
+    """Print a text about work that begins, unless --quiet."""
     if _lines_shown:
         note(text)
 
 
 def answer(values: Mapping[str, Any]) -> None:
-    """Set the command's object, in place of what the command shows."""
+    """Set the JSON object of the command, in place of the values that it shows."""
     if _answers:
         _answers[-1].given = dict(values)
 
 
 def wrote(files: Mapping[str, Any]) -> None:
-    """Record files that the command wrote, by the flag that named them; None: not given."""
+    """Record files that the command wrote, by the flag that named them; None: flag not given."""
     if _answers:
         _answers[-1].files |= {flag: path for flag, path in files.items() if path is not None}
 
@@ -123,8 +123,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_line(label: str, total: int) -> Iterator["Line"]:
-    """Show a bar with the time left and a free text; where output is no terminal, print a line every tenth of the way
-    and every half minute. Inside another line it is a part of that one."""
+    """Show a bar with the time left and a free text. If output is not a terminal, print a line every tenth of the way
+    and every half minute. Inside another progress line it is shown as a part of that line."""
     if _lines or not _lines_shown:
         with stage(label, total) as line:
             yield line
@@ -144,13 +144,13 @@ def progress_line(label: str, total: int) -> Iterator["Line"]:
 
 @contextmanager
 def stage(label: str, total: int = 0) -> Iterator["Line"]:
-    """Show progress as a part of the current line; without a total the label alone. Without a line show nothing."""
+    """Show progress as a part of the current line, if any; without a total show only the label."""
     with _shown(Line(label, total)) as line:
         yield line
 
 
 class Stage(NamedTuple):
-    """Progress of a part of the work: `done` of `total`, and a free text."""
+    """Progress of one part of the work: `done` of `total`, and a free text."""
 
     label: str
     done: int
@@ -160,7 +160,7 @@ class Stage(NamedTuple):
 
 @contextmanager
 def polling(ask: Callable[[], Stage | None]) -> Iterator[None]:
-    """Show what a thread gets from `ask` every REDRAW_SECONDS as a part of the current line; None: nothing."""
+    """Call `ask` every REDRAW_SECONDS in a thread, and show the result in the current line; None: show nothing."""
     if not _lines:
         yield
         return
@@ -195,8 +195,8 @@ def _shown(line: "Line") -> Iterator["Line"]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a line for each stage of a command in turn: yields the function to call with a stage's name, the number
-    done, and the total. A stage begins at the last report of the one before."""
+    """Show a line for each stage of a command in turn. Yields a function of a stage's name, the number done, and the
+    total. A stage begins at the last report of the previous stage."""
     with ExitStack() as stack:
         lines: dict[str, Line] = {}
         heard = time.monotonic()
@@ -214,8 +214,8 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Line:
-    """Progress line. `to` moves it; `at` does so for calls that are too frequent to make a text each time. total: may
-    be set anew."""
+    """Progress line. `to` advances it; `at` does so for calls that are too frequent to format a text each time. total:
+    may be changed."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total = label, total
@@ -224,22 +224,22 @@ class Line:
         self._started = self._moved = time.monotonic()
 
     def since(self, started: float) -> None:
-        """Set the time of its beginning, of time.monotonic."""
+        """Set the start time, as of time.monotonic."""
         self._started = started
 
     def from_before(self, done: int) -> None:
-        """Set how much an earlier run has done; it does not count for the pace."""
+        """Set the amount done by an earlier run, which does not count for the pace."""
         self.done = self._before = done
 
     def to(self, done: int, text: str) -> None:
-        """Move it to `done`, with a free text."""
+        """Advance to `done`, with a free text."""
         self._move(done)
         self.text = text
         if _lines:
             _lines[0].refresh()
 
     def at(self, done: int, say: Callable[[], str]) -> None:
-        """Move it; `say` makes the text where it will be shown."""
+        """Advance to `done`; `say` is called for the text only if it will be shown."""
         self._move(done)
         if _lines and _lines[0].due():
             self.to(done, say())
@@ -260,7 +260,7 @@ class Line:
         return f"left {show_time(max(left, 0.0))}"
 
     def shown(self) -> str:
-        """Return its text, alone or as a part of another line."""
+        """Return the text of the line, alone or as a part of another line."""
         if not self.total:
             return self.label
         return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", self.left(), self.text)))
@@ -270,11 +270,11 @@ class Line:
         return False
 
     def refresh(self) -> None:
-        """Draw it and the lines inside it, if it is the outermost and it is time."""
+        """Draw the line and the lines inside it, if it is the outermost line and a redraw is due."""
 
 
 class _PolledLine(Line):
-    """The part of a line that `polling` shows."""
+    """The part of a line shown by `polling`."""
 
     def __init__(self, ask: Callable[[], Stage | None]) -> None:
         super().__init__("", 0)
@@ -295,7 +295,7 @@ class _PolledLine(Line):
 
 
 class _BarLine(Line):
-    """The line that is drawn."""
+    """The outermost line, which is drawn."""
 
     def __init__(self, label: str, total: int, bars: Progress) -> None:
         super().__init__(label, total)
@@ -332,7 +332,7 @@ class _BarLine(Line):
 
 
 def show_time(seconds: float) -> str:
-    """Return a time for a reader: "40 s", "12 min", "3.1 h", "2.5 days"."""
+    """Format a time for display: "40 s", "12 min", "3.1 h", "2.5 days"."""
     for size, unit, most in ((1.0, "s", 120.0), (60.0, "min", 7200.0), (3600.0, "h", 172_800.0)):
         if seconds < most:
             return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
@@ -341,7 +341,7 @@ def show_time(seconds: float) -> str:
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[..., None]]:
-    """Show work of unknown length: yields the function to call with the number done, and a free text."""
+    """Show work of unknown length. Yields a function of the number done and a free text."""
     started = drawn = time.monotonic()
 
     def count(done: int, text: str = "") -> None:
@@ -363,7 +363,7 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; numbers are rounded for reading, the files hold them exactly."""
+    """Print a table; numbers are rounded for display, while the files hold them exactly."""
     if _answers:
         _answers[-1].tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
     _draw(title, columns, rows)
@@ -387,7 +387,7 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], **look: Any) -> None:
-    """Print a table of texts without lines between columns; the first is a name. look: arguments of rich's Table."""
+    """Print a table of texts without lines between columns; the first column is a name. look: arguments of Table."""
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **look)
     for number, column in enumerate(columns):
         drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -397,18 +397,18 @@ def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], **lo
 
 
 def _print(drawn: Table) -> None:
-    """Print a table, as wide as it wants to be where output is no terminal."""
+    """Print a table, at its full width if output is not a terminal."""
     room = console if console.is_terminal else SafeConsole(file=console.file, width=PLAIN_WIDTH, highlight=False)
     room.print(drawn)
 
 
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
-    """Print a text to stdout, plain and through `visible`; exact: unchanged where stdout is no terminal."""
+    """Print a text to stdout, plain and through `visible`. exact: unchanged if stdout is not a terminal."""
     print(text if exact and not sys.stdout.isatty() else visible(text), end=end, flush=True)
 
 
 def shown(value: Any) -> str:
-    """Return a value for a table, numbers rounded."""
+    """Format a value for a table, with numbers rounded."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""The exception for a mistake that the user can fix, and values as error messages and checks need them.
+"""The exception for mistakes that the user can fix, and conversions of values for checks and error messages.
 
-A whole number is anything that Python takes as an index (int, NumPy's and torch's integers), never a bool: 1.5 is
-refused and not cut. A number is anything that Python takes as a float, never a bool or a string.
+A whole number is anything that Python accepts as an index (int, integers of NumPy and torch), but not a bool: 1.5 is
+refused and not truncated. A number is anything that Python converts to a float, but not a bool or a string.
 """
 
 import math
@@ -17,21 +17,21 @@ LARGEST_INT = 2**63 - 1
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode the text; undecodable bytes of a command line become lone surrogates."""
+    """Return whether UTF-8 can encode the text; undecodable bytes of a command line are lone surrogates, which fail."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, short."""
+    """Return a value for an error message, shortened."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write out more than 4,300 digits
+    except ValueError:  # Python converts at most 4,300 digits
         text = "a huge number"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_whole(value: object) -> int | None:
-    """Return the value as an int; None where it is no whole number."""
+    """Return the value as an int; None if it is not a whole number."""
     try:
         return None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -39,7 +39,7 @@ def as_whole(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """Return the value as a float; None where it is no finite real number."""
+    """Return the value as a float; None if it is not a finite real number."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return None
     try:

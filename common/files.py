@@ -1,8 +1,8 @@
-"""Files that are read whole, and files that are written whole or not at all.
+"""Reading of whole files, and atomic writing of files and folders.
 
-A run may be killed at any moment, so data goes to a temporary sibling, is flushed to the disk, and is renamed over its
+A run may be killed at any moment, so data is written to a temporary sibling, flushed to the disk, and renamed over its
 target. A kill leaves the old file and at most a temporary one, whose name starts with a dot and ends in `.tmp`. There
-are no locks here (locks.py): of two writers of one file the later one wins.
+are no locks here (locks.py): of two concurrent writers of a file the later one wins.
 """
 
 import errno
@@ -20,9 +20,9 @@ from typing import Any
 
 from thresher.common.errors import UserError, shown
 
-# Bytes of a file that is read whole: any, a tokenizer, JSON, and a text (a template, a prompt, a recipe).
+# Largest sizes of files that are read whole: any, a tokenizer, JSON, and text (a template, a prompt, a recipe).
 MOST_BYTES, MOST_TOKENIZER, MOST_JSON, MOST_TEXT = 2**30, 2**28, 2**26, 2**24
-# owner/model; nobody on the Hub may be called "models", which is where such folders often lie.
+# owner/model; no owner on the Hub can be called "models", a common name for a local folder of models.
 _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -34,8 +34,8 @@ def as_path(path: object) -> Path:
 
 
 def refuse_hub_id(path: str | Path) -> None:
-    """UserError, with the command that downloads it, where there is no `path` and it may be a model's name on the
-    Hugging Face Hub. Whoever takes a model's folder asks this first; nothing is ever downloaded unasked."""
+    """Raise UserError if `path` does not exist and may be a model's name on the Hugging Face Hub. The error has the
+    download command. Code that takes a model's folder calls this first; nothing is downloaded automatically."""
     path = as_path(path)
     if _HUB_ID.fullmatch(str(path)) and not path.exists() and not path.parent.is_dir():
         raise UserError(
@@ -45,7 +45,7 @@ def refuse_hub_id(path: str | Path) -> None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return `path` as the folder of a model. UserError, with what it is instead, for anything else."""
+    """Return `path` as the folder of a model. UserError, naming the kind of file, for anything else."""
     refuse_other_folder(path)
     path = Path(path)
     if path.is_file():
@@ -56,7 +56,7 @@ def model_folder(path: str | Path) -> Path:
 
 
 def refuse_other_folder(path: str | Path) -> None:
-    """Raise UserError where `path` is a name on the Hub, with the command that downloads it, or the folder of a run."""
+    """Raise UserError if `path` is a name on the Hub, with the download command, or the folder of a run."""
     refuse_hub_id(path)
     if saved := sorted(Path(path).glob("checkpoints/step_*")):
         raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
@@ -69,13 +69,13 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 def check_file(path: str | Path, most: int | None = None) -> None:
-    """Raise UserError for what is no readable regular file of at most `most` bytes. A FIFO is not opened."""
+    """Raise UserError unless `path` is a readable regular file of at most `most` bytes. A FIFO is not opened."""
     path = Path(path)
     try:
         found = path.stat()
     except OSError as error:
         raise _unopened(path, error) from None
-    except ValueError as error:  # a zero byte, or half of a surrogate pair
+    except ValueError as error:  # a zero byte, or a lone surrogate
         raise UserError(f"{str(path)!r}: cannot be the name of a file ({error}); correct it") from None
     if stat.S_ISDIR(found.st_mode):
         raise unreadable(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
@@ -86,7 +86,7 @@ def check_file(path: str | Path, most: int | None = None) -> None:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False) -> bytes:
-    """Return the content of a file. UserError as `check_file`. stream: it may be a pipe or a device that ends."""
+    """Return the content of a file. UserError as `check_file`. stream: pipes and finite devices are allowed."""
     path = Path(path)
     if not stream:
         check_file(path, most)
@@ -105,7 +105,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a UTF-8 file, with line feeds as line ends. UserError as `check_file`."""
+    """Return the text of a UTF-8 file, with line ends converted to line feeds. UserError as `check_file`."""
     data = read_bytes(path, MOST_TEXT)
     return decode_text(data, str(path)).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -145,7 +145,7 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         ) from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); fetch or write the file again") from None
-    except ValueError:  # Python reads no longer numbers
+    except ValueError:  # a number with too many digits for Python
         digits = sys.get_int_max_str_digits()
         raise UserError(
             f"{where}: holds a number of more than {digits:,} digits; fetch or write the file again"
@@ -162,7 +162,7 @@ def read_json_object(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
 
 
 class Unwritable(UserError):
-    """Error for a file or folder that the system would not write."""
+    """Error for a file or folder that cannot be written."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path}: cannot be written ({error.strerror}); {remedy(error)}")
@@ -170,13 +170,13 @@ class Unwritable(UserError):
 
 
 def remedy(error: OSError) -> str:
-    """Return the advice for a path that the system refuses, as words of a message."""
+    """Return the advice for a path that cannot be written, as a part of a message."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "make room for it" if full else "choose another path"
 
 
 def show_bytes(size: float) -> str:
-    """Return a size for a reader, in powers of 1,000: "64.6 GB"."""
+    """Format a size for display, in powers of 1,000: "64.6 GB"."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -185,8 +185,8 @@ def show_bytes(size: float) -> str:
 
 
 def need_room(path: Path, size: int, what: str) -> None:
-    """Raise Unwritable where the disk of `path`, which need not exist yet, has fewer than `size` bytes free; `what`
-    needs them. A quota that the system does not count as used is found when it is reached."""
+    """Raise Unwritable if the disk of `path`, which need not exist yet, has fewer than `size` free bytes. what: its
+    name in the error. A quota that the system does not report as used space is detected only when it is reached."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
     if size > free:
@@ -195,7 +195,7 @@ def need_room(path: Path, size: int, what: str) -> None:
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Append to a file, safe from a kill afterwards. Unwritable where it fails, perhaps after half a line."""
+    """Append to a file; the data survives a later kill. Unwritable if it fails, possibly after a partial line."""
     try:
         with path.open("ab", buffering=0) as file:
             left = memoryview(data)
@@ -207,7 +207,7 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Name `path` in errors of writing it or its temporary sibling; errors of other files pass unchanged."""
+    """Name `path` in errors of writing it or its temporary sibling; errors of other files are not changed."""
     temporary = temporary or path
     try:
         yield
@@ -228,8 +228,8 @@ def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` to write to; it becomes `path` when the block ends, or vanishes if it raises.
-    Unwritable where it cannot be written. The folder must exist."""
+    """Yield a temporary sibling of `path` to write to. It is renamed to `path` when the block ends, or deleted if the
+    block raises. Unwritable if it cannot be written. The folder must exist."""
     path = Path(path)
     temporary = _temporary_sibling(path)
     try:
@@ -244,22 +244,22 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the whole new one. The folder must exist."""
+    """Write `data` to `path` atomically: readers see the old file or the whole new one. The folder must exist."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """`atomic_write_bytes` of a text in UTF-8, line ends unchanged."""
+    """Write a text as by `atomic_write_bytes`, in UTF-8 with unchanged line ends."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 @contextmanager
 def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a new empty folder beside `path`, which becomes `path` when the block ends, or vanishes if it raises.
+    """Yield a new empty folder next to `path`. It is renamed to `path` when the block ends, or deleted if it raises.
 
-    An existing `path` is a UserError unless `replace`; then it is moved aside just before the new folder takes its
-    name, and deleted after. A kill between the two renames leaves the old folder under its temporary name.
+    UserError if `path` exists, unless `replace`; then the old folder is renamed just before the new one gets its name,
+    and deleted afterwards. A kill between the two renames leaves the old folder under a temporary name.
     """
     path = Path(path)
     refuse_existing(path, replace)
@@ -298,15 +298,15 @@ def _move_into_place(temporary: Path, path: Path) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a folder. It is renamed first, so that a kill leaves no half of it under its name."""
+    """Delete a folder. It is renamed first, so a kill leaves no incomplete folder under its name."""
     hidden = path.with_name(f".{path.name}.tmp")
-    if hidden.exists():  # of a kill
+    if hidden.exists():  # left by a kill
         shutil.rmtree(hidden)
     shutil.rmtree(path.rename(hidden))
 
 
 def refuse_existing(path: Path, replace: bool = False) -> None:
-    """Raise UserError where something is called `path` already, unless it is to be replaced."""
+    """Raise UserError if `path` exists, unless it is to be replaced."""
     if not replace and os.path.lexists(path):
         raise UserError(f"{path}: exists already; choose another name or remove it first")
 
@@ -316,7 +316,7 @@ def _temporary_sibling(path: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Put what was written to the file or folder `path` onto the disk."""
+    """Flush the file or folder `path` to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

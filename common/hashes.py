@@ -1,10 +1,10 @@
-"""Hashes of a folder's files, block by block, so that a flipped bit is found before it is used: `hashes.json`.
+"""Block hashes of a folder's files, which detect a flipped bit before it is used: `hashes.json`.
 
     {"format": 1, "block": 262144, "files": {"state.json": {"bytes": .., "digests": ["..", ..]}, ..}, "own": ".."}
 
-A digest is the first 128 bits of the SHA-256 of one block, "own" that of the list itself. It guards against disks,
-copies and memory, not against people. Files read whole are verified first; a block of a mapped file when it is first
-touched (`Blocks`). A folder without the file is read unverified.
+A digest is the first 128 bits of the SHA-256 of one block, "own" that of the list itself. Hashes protect against
+errors of disks, copies and memory, not against people. Files that are read whole are verified before use, a block of a
+mapped file when it is first touched (`Blocks`). A folder without the file is read unverified.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from thresher.common.files import MOST_BYTES, atomic_write_text, check_file, rea
 
 FILE = "hashes.json"
 FORMAT = 1
-# A row that is read alone costs the hash of its block, .2 ms; a list has 144 bytes of digests a MiB.
+# Reading a single row costs the hash of its block, .2 ms; a list has 144 bytes of digests per MiB.
 BLOCK = 1 << 18
 DIGEST_CHARS = 32
-MODEL_FILES = ("config.json", "*.safetensors", "tokenizer.json")  # of a model folder: what decides what it writes
-# Fewer blocks are hashed by the calling thread alone.
+MODEL_FILES = ("config.json", "*.safetensors", "tokenizer.json")  # files of a model folder that determine its output
+# Least blocks per thread, most blocks per call, most threads.
 FEWEST_FOR_THREADS, LONGEST_RUN, MOST_THREADS = 64, 256, 8
 
 
 class Damaged(UserError):
-    """Error for a file that is not what was written."""
+    """Error for a file that differs from the file that was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Listed:
 
 
 class Blocks:
-    """The blocks of one file, each verified when it is first asked for. Thread-safe."""
+    """The blocks of one file, each verified on its first use. Thread-safe."""
 
     def __init__(self, path: Path, block: int, entry: _Listed, listed: Path) -> None:
         self.path, self.block, self._list = path, block, listed
@@ -56,12 +56,12 @@ class Blocks:
         return self._left == 0
 
     def touch(self, begin: int, end: int) -> None:
-        """Verify the blocks that hold the bytes `begin` to `end` - 1. Damaged where one is not what was written."""
+        """Verify the blocks that hold the bytes `begin` to `end` - 1. Damaged if one differs from its digest."""
         if end > begin and self._left:
             self.check(range(begin // self.block, (end - 1) // self.block + 1))
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Verify the blocks of these numbers."""
+        """Verify the blocks with these numbers."""
         new = [number for number in numbers if number >= len(self._seen) or not self._seen[number]]
         if not new:
             return
@@ -86,7 +86,7 @@ class Hashes:
         self._files = files
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify these files whole. Damaged for one that is absent or changed. A file that is not listed passes."""
+        """Verify these files completely. Damaged if one is absent or changed. Files that are not listed are ignored."""
         for name in names:
             if name in self._files:
                 self.blocks(name).check(range(len(self._files[name].digests)))
@@ -96,7 +96,7 @@ class Hashes:
         self.check(name for name in self._files if name not in but)
 
     def blocks(self, name: str, path: Path | None = None) -> Blocks:
-        """Return the blocks of a file, whose size is checked now. path: of a file outside the folder."""
+        """Return the blocks of a file and check its size. path: of a file outside the folder."""
         path, entry = path or self.folder / name, self._files.get(name)
         if entry is None:
             raise Damaged(_changed(path, f"{self.path.name} does not list it", self.path))
@@ -124,13 +124,13 @@ def write_list(path: Path, files: Mapping[str, Path]) -> None:
 
 
 def content_digest(files: Iterable[Path]) -> str:
-    """Return a digest of the names and contents of these files. UserError where one cannot be read."""
+    """Return a digest of the names and contents of these files. UserError if one cannot be read."""
     listed = [[path.name, *_hash_file(path)] for path in files]
     return _digest(json.dumps(listed).encode("utf-8", "surrogatepass"))
 
 
 def folder_digest(folder: str | Path, *patterns: str) -> str | None:
-    """Return the digest of the files of a folder that fit the patterns; None where there is none."""
+    """Return the digest of the files of a folder that match the patterns; None if there are none."""
     files = sorted(path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file())
     return content_digest(files) if files else None
 
@@ -141,8 +141,8 @@ def _hash_file(path: Path) -> tuple[int, list[str]]:
 
 
 def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:
-    """Return the hashes of a folder, in its list `file`; None where it has none. Damaged where they are `expected` and
-    absent, and where the list is not what was written."""
+    """Return the hashes of a folder from its list `file`; None if it has none. Damaged if they are `expected` and
+    absent, and if the list was changed."""
     path = folder / file
     if not os.path.lexists(path):
         if expected:
@@ -152,12 +152,12 @@ def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashe
     block, files = record.get("block"), record.get("files")
     if record.get("format") != FORMAT or record.get("own") != _own(block, files):
         raise Damaged(_changed(path, "it is not what was written", path))
-    assert isinstance(block, int) and isinstance(files, dict)  # the digest says so
+    assert isinstance(block, int) and isinstance(files, dict)  # guaranteed by the digest
     return Hashes(path, block, {name: _Listed(entry["bytes"], entry["digests"]) for name, entry in files.items()})
 
 
 def check_hashes(folder: Path, names: Iterable[str]) -> None:
-    """Verify these files of a folder that may have hashes, as `Hashes.check`."""
+    """Verify these files as `Hashes.check`, if the folder has hashes."""
     if (hashes := read_hashes(folder)) is not None:
         hashes.check(names)
 
@@ -176,7 +176,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
-    """Hash the blocks of these numbers, in their order; many in threads, as hashing releases Python's lock."""
+    """Hash the blocks with these numbers, in order; many blocks in threads, because hashing releases the GIL."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(numbers) // FEWEST_FOR_THREADS)
     check_file(path)
     try:
@@ -186,7 +186,7 @@ def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
     try:
         if threads < 2:
             return _digests_of(descriptor, path, block, numbers)
-        # Neighbours to one thread: a disk is read in runs. An interrupt waits for those that have begun.
+        # A thread gets adjacent blocks, so the disk is read in runs. An interrupt waits for running calls.
         step = min(-(-len(numbers) // threads), LONGEST_RUN)
         parts = [numbers[start : start + step] for start in range(0, len(numbers), step)]
         with ThreadPoolExecutor(threads, "hashes") as pool:

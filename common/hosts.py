@@ -1,7 +1,7 @@
-"""The Host header of a request to a server of ours: which names it may hold.
+"""Names allowed in the Host header of a request to one of our servers.
 
 A page of another site can make its own name resolve to this machine (DNS rebinding) and then read the answers. Such a
-request has the site's name as its Host, so an unknown name is refused. An IP address cannot be rebound.
+request has the site's name as its Host, so unknown names are refused. An IP address cannot be rebound.
 """
 
 import ipaddress
@@ -25,7 +25,7 @@ def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
 
 
 def server_names(host: str, allowed: Collection[str] = ()) -> frozenset[str]:
-    """Return the names of a server that listens on `host`: that one, this machine's own, and those of --allow-host."""
+    """Return the names of a server that listens on `host`: `host`, those of this machine, and those of --allow-host."""
     for name in allowed:
         if not _NAME.fullmatch(name):
             raise UserError(f"--allow-host {name!r}: expected a host name without a port, such as node17.example.org")

@@ -1,4 +1,4 @@
-"""Functions of both HTTP clients: an address completed, one request with an answer of limited size, failures in words.
+"""Functions of both HTTP clients: addresses, one request with an answer of limited size, descriptions of failures.
 Each client retries in its own way."""
 
 import json
@@ -12,14 +12,14 @@ import urllib3
 
 from thresher.common.errors import UserError
 
-# Of an answer: the passages of a whole batch are some 50 MB.
+# Limit of an answer: the passages of a whole batch are some 50 MB.
 MOST_BYTES = 2**28
-CHAT_PATH = "/chat/completions"  # what the address of a chat model ends in
+CHAT_PATH = "/chat/completions"  # end of the address of a chat model
 
 
 def service_address(url: str, path: str, whose: str, example: str, root: str = "") -> str:
-    """Put `path` at the end of `url`, or behind `root` where it names a server alone. UserError for no address, in
-    words of `whose` it should be, with an `example`."""
+    """Return `url` completed by `path`, after `root` if the URL names only a server. UserError for an invalid address,
+    with the words `whose` and an `example`."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
@@ -33,7 +33,7 @@ def service_address(url: str, path: str, whose: str, example: str, root: str = "
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A server's answer, read to its end."""
+    """The complete answer of a server."""
 
     status: int
     headers: Mapping[str, str]
@@ -41,11 +41,11 @@ class HttpAnswer:
 
 
 class TooLarge(Exception):
-    """Error for an answer of more bytes than are read, in words."""
+    """Error for an answer above the size limit; its text is a description."""
 
 
 class TooSlow(urllib3.exceptions.HTTPError):
-    """Error for an answer that is not complete in time."""
+    """Error for an answer that was not complete in time."""
 
 
 def request(
@@ -60,9 +60,9 @@ def request(
 ) -> HttpAnswer:
     """Send one request and read the whole answer within `seconds`.
 
-    TooLarge as soon as more than `most` decompressed bytes have come (None: MOST_BYTES); urllib3's HTTPError where the
-    attempt fails. The headers may take longer: urllib3 limits each read from the socket, and only reads of the body are
-    limited together.
+    TooLarge as soon as more than `most` decompressed bytes have arrived (None: MOST_BYTES); urllib3's HTTPError if the
+    attempt fails. The headers may take longer, because urllib3 limits each read from the socket, and only the reads of
+    the body are limited together.
     """
     most = MOST_BYTES if most is None else most
     deadline = time.monotonic() + seconds
@@ -86,7 +86,7 @@ def request(
 
 
 def json_of(response: HttpAnswer) -> Any:
-    """Return the answer's JSON value; None where it has none."""
+    """Return the JSON value of the answer; None if it is not JSON."""
     try:
         return json.loads(response.data)
     except (ValueError, RecursionError):
@@ -94,7 +94,7 @@ def json_of(response: HttpAnswer) -> Any:
 
 
 def chat_reply(response: HttpAnswer) -> str | None:
-    """Return the text of a chat completion; None where the answer is none."""
+    """Return the text of a chat completion; None if the answer is not one."""
     answer = json_of(response)
     try:
         reply = answer["choices"][0]["message"]["content"]
@@ -104,7 +104,7 @@ def chat_reply(response: HttpAnswer) -> str | None:
 
 
 def in_words(error: Exception, timeout: float, answer: str) -> str:
-    """Say why an attempt failed; `answer` is what did not come within `timeout` seconds."""
+    """Describe why an attempt failed. answer: name of the answer that did not arrive within `timeout` seconds."""
     if isinstance(error, urllib3.exceptions.ReadTimeoutError | TooSlow):
         return f"{answer} that took longer than {timeout:g} s"
     if isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):

@@ -1,7 +1,7 @@
-"""Records in and out of JSON files: JSONL, a JSON list, and either of them gzipped.
+"""Reading and writing records in JSON files: JSONL, a JSON list, and either of them gzipped.
 
-A malformed line is a UserError with the file, the line and what was expected. Lines are split on the line feed only
-(passages may hold U+2028) and decoded one by one; none but blank ones are skipped.
+A malformed line raises UserError with the file, the line and what was expected. Lines are split only at line feeds
+(passages may contain U+2028) and decoded one by one; only blank lines are skipped.
 """
 
 import gzip
@@ -21,7 +21,7 @@ BOM = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
 WHOLE_LIMIT = 4 << 30
 LINE_LIMIT = "THRESHER_LINE_LIMIT"
-TAR_MAGIC = (b"ustar\x0000", b"ustar  \x00")  # POSIX and GNU; with the NUL, for "mustard" is a word
+TAR_MAGIC = (b"ustar\x0000", b"ustar  \x00")  # POSIX and GNU; with the NUL, because text may contain "mustard"
 TAR_AT = slice(257, 265)
 PACKED = {
     b"BZh": ("bzip2", "bzip2 -dc"),
@@ -34,8 +34,8 @@ PACKED = {
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
     """Yield (line number from 1, JSON object) for every line of `path` that is not blank.
 
-    A name that ends in `.gz` is decompressed. UserError for a file that is absent, unreadable or truncated, and for a
-    line that is no JSON object.
+    A file whose name ends in `.gz` is decompressed. UserError for a file that is absent, unreadable or truncated, and
+    for a line that is not a JSON object.
     """
     path = Path(path)
     for number, line in iter_lines(path):
@@ -46,9 +46,9 @@ def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
 
 
 def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yield (where, JSON object) for the records of `path`: JSONL or, by its name `.json` or `.json.gz`, a JSON list.
+    """Yield (where, JSON object) for the records of `path`: JSONL or, if named `.json` or `.json.gz`, a JSON list.
 
-    where: how an error message should start, `file:line` or `file: item 3` (from 1). UserError as `iter_jsonl`.
+    where: the start of an error message, `file:line` or `file: item 3` (from 1). UserError as `iter_jsonl`.
     """
     path = Path(path)
     if path.name.removesuffix(".gz").endswith(".json"):
@@ -59,7 +59,7 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def iter_list(path: Path) -> Iterator[tuple[str, Record]]:
-    """`iter_records` of a JSON list, whatever the file's name. It is parsed whole."""
+    """Yield as `iter_records` from a JSON list, for any file name. The file is parsed whole."""
     records = parse_json(read_whole(path), str(path))
     if not isinstance(records, list):
         raise UserError(f"{path}: expected a JSON list of objects, found {json_kind(records)}; convert the file")
@@ -68,33 +68,33 @@ def iter_list(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
-    """Write one JSON object per line to `path` (gzipped for a name in `.gz`), whole or not at all, and return their
-    number. UserError without the folder. ValueError for NaN and infinities, which JSON lacks."""
+    """Write one JSON object per line to `path` (gzipped if named `.gz`), atomically, and return their number. UserError
+    if the folder does not exist. ValueError for NaN and infinities, which JSON does not have."""
     path = Path(path)
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
     count = 0
     with atomic_path(path) as temporary, temporary.open("wb") as file:
-        # mtime and name are left out of the gzip header, so that equal records give equal files.
+        # The gzip header has no mtime and no name, so equal records give equal files.
         zipped = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else file
         with cast(IO[bytes], zipped) as out:
             for record in records:
                 line = json.dumps(record, allow_nan=False, ensure_ascii=False)
-                # Half a surrogate pair has no UTF-8; its backslash escape happens to be what JSON writes for it.
+                # A lone surrogate cannot be encoded in UTF-8; its backslash escape is also its JSON escape.
                 out.write(line.encode("utf-8", "backslashreplace") + b"\n")
                 count += 1
     return count
 
 
 def string_field(record: Record, key: str, where: str, *, may_be_empty: bool = False) -> str:
-    """Return the string under `key`. UserError, starting with `where`, where there is no usable one."""
+    """Return the string under `key`. UserError, starting with `where`, if there is no usable string."""
     if key not in record:
         raise UserError(f'{where}: no "{key}" in this record; expected a string there')
     return checked_string(record[key], f'{where}: "{key}"', may_be_empty=may_be_empty)
 
 
 def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> str:
-    """Return `value` if it is a usable string. UserError starting with `where` for anything else."""
+    """Return `value` if it is a usable string. UserError, starting with `where`, for anything else."""
     if not isinstance(value, str):
         raise UserError(f"{where} should be a string, found {json_kind(value)}; fix this record")
     if not may_be_empty and not value.strip():
@@ -108,8 +108,8 @@ def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> 
 
 
 def id_field(record: Record, row: int, where: str, *, key: str = "id") -> str:
-    """Return the record's id as a string (a number is spelled out), or `row` where it has none. UserError, starting
-    with `where`, for any other kind of id and for an empty one."""
+    """Return the record's id as a string (a number is converted), or `row` if it has none. UserError, starting with
+    `where`, for any other type of id and for an empty one."""
     value = record.get(key, row)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -118,7 +118,7 @@ def id_field(record: Record, row: int, where: str, *, key: str = "id") -> str:
 
 def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, line with its line feed) of `path`. UserError as `iter_jsonl`, and for a line longer than
-    `line_limit`: a few kilobytes of gzip may hold one that fills the memory."""
+    `line_limit`, because a few kilobytes of gzip may contain a line that fills the memory."""
     number, limit = 0, line_limit()
     with readable(path, lambda: f"after line {number}") as file:
         while line := file.readline(limit + 1):
@@ -141,7 +141,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def line_limit() -> int:
-    """Return the bytes that a line may have: 64 MB, unless the environment says otherwise."""
+    """Return the limit on the bytes of a line: 64 MB, unless the environment sets another."""
     said = os.environ.get(LINE_LIMIT, "64000000")
     if not said.isdecimal() or not 0 < int(said) < 2**62:
         raise UserError(f"{LINE_LIMIT} is {said!r}; expected a number of bytes, such as 64000000")
@@ -149,7 +149,7 @@ def line_limit() -> int:
 
 
 def read_head(path: Path) -> bytes:
-    """Return the first HEAD_BYTES of `path` from its first line that is not blank."""
+    """Return the first HEAD_BYTES of `path`, starting at its first line that is not blank."""
     with readable(path, lambda: "at its beginning") as file:
         line = next((line for line in iter(lambda: file.readline(HEAD_BYTES), b"") if line.strip()), b"")
         return line + file.read(max(0, HEAD_BYTES - len(line)))
@@ -157,8 +157,8 @@ def read_head(path: Path) -> bytes:
 
 @contextmanager
 def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
-    """Open `path` as a stream of bytes, decompressed for a name in `.gz`. place: says in an error how far the reading
-    had come. UserError as `iter_lines`, and for a tar archive, whatever its name."""
+    """Open `path` as a stream of bytes, decompressed if named `.gz`. place: describes in an error how far the file was
+    read. UserError as `iter_lines`, and for a tar archive of any name."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             if file.peek(TAR_AT.stop)[TAR_AT] in TAR_MAGIC:
@@ -176,8 +176,8 @@ def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
 
 
 def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
-    """Return the JSON value of `data`; if `pairs`, objects are lists of (key, value), which keep a key that occurs
-    twice. UserError, starting with `where`, for no JSON in UTF-8."""
+    """Return the JSON value of `data`. pairs: return objects as lists of (key, value), which keep repeated keys.
+    UserError, starting with `where`, if `data` is not JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=list if pairs else None)
     except json.JSONDecodeError as error:
@@ -192,14 +192,14 @@ def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
 
 
 def as_object(value: object, where: str) -> Record:
-    """Return `value` if it is a JSON object. UserError starting with `where` for anything else."""
+    """Return `value` if it is a JSON object. UserError, starting with `where`, for anything else."""
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, found {json_kind(value)}; fix or remove this record")
     return value
 
 
 def json_kind(value: object) -> str:
-    """Return JSON's name for the kind of `value`."""
+    """Return the JSON name of the type of `value`."""
     if value is None:
         return "null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}

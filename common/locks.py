@@ -1,5 +1,5 @@
-"""Locks of the operating system, by which one process at a time writes to a folder or a file. A process that is killed
-leaves none."""
+"""Locks of the operating system, with which only one process at a time writes to a folder or a file. They are released
+when a process is killed."""
 
 import errno
 import fcntl
@@ -19,17 +19,17 @@ WAIT = 2.0  # seconds
 
 
 class Held(UserError):
-    """Another process has the lock."""
+    """Error for a lock that another process holds."""
 
 
 def lock_folder(folder: Path) -> int:
-    """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file stays."""
+    """Lock a folder and return the descriptor; closing it, or exit, releases the lock. The lock file remains."""
     return _lock(folder / ".lock", folder, "folder")
 
 
 def share_work(todo: Sequence[T], attempt: Callable[[T], bool]) -> None:
-    """Call `attempt` for each of `todo` until it has returned True for all. It returns False for what another process
-    works on, or what waits for that; where all that is left is so, it is asked again after WAIT seconds."""
+    """Call `attempt` for each item of `todo` until it has returned True for all. It returns False for an item on which
+    another process works, or that waits for such an item; if it does so for all that are left, sleep WAIT seconds."""
     while todo:
         left = [one for one in todo if not attempt(one)]
         if len(left) == len(todo):
@@ -39,11 +39,11 @@ def share_work(todo: Sequence[T], attempt: Callable[[T], bool]) -> None:
 
 @contextmanager
 def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
-    """Let only this process write to the file, which need not exist yet. Held where another one does."""
+    """Lock the file, which need not exist yet, for writing by this process. Held if another process has the lock."""
     lock = path.with_name(f".{path.name}.lock")
     try:
         descriptor = _lock(lock, path, kind)
-        while not _lies_at(descriptor, lock):  # its last holder deleted it
+        while not _lies_at(descriptor, lock):  # its previous holder deleted it
             os.close(descriptor)
             descriptor = _lock(lock, path, kind)
     except OSError as error:
@@ -79,6 +79,6 @@ def _lock(lock: Path, written: Path, kind: str) -> int:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
     except OSError:
-        os.close(descriptor)  # or this process would find itself writing
+        os.close(descriptor)  # else this process would later find its own lock
         raise
     return descriptor

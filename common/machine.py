@@ -1,5 +1,5 @@
-"""The machine that this process runs on: code, processor and libraries for the origin of a figure, and memory of the
-machine or of the container."""
+"""The machine of this process: code, processor, libraries and memory. Measured figures are stored with the first
+three; the memory is that of the machine or the container."""
 
 import ctypes
 import os
@@ -11,21 +11,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Of a container: version 2's file and version 1's.
+# Memory limits of a container: files of cgroup versions 2 and 1.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MEMINFO = Path("/proc/meminfo")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 KEEP_MEMORY, RETURN_MEMORY = (2**30, -1), (2**20, 2**30)  # arguments of set_malloc
 
 
 def checkout() -> Path | None:
-    """Return the root of the git checkout that this code runs from; None for an installed wheel."""
+    """Return the root of the git checkout from which this code runs; None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / ".git").exists() else None
 
 
 def origin(cuda: bool) -> dict[str, Any]:
-    """Return time, commit, machine, host and versions. cuda: of the GPU too, which initialises CUDA."""
+    """Return time, commit, machine, host and versions. cuda: include the GPU, which initialises CUDA."""
     import torch
 
     return {
@@ -40,14 +40,14 @@ def origin(cuda: bool) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Return cores, processor and memory in words."""
+    """Describe cores, processor and memory."""
     return f"{os.cpu_count()} x {cpu_name()}, {installed_memory() / 2**30:.0f} GiB"
 
 
 @cache
 def commit() -> str | None:
-    """Return the checkout's commit, with "+" where tracked files differ from it; None without a checkout or git. It is
-    read once: what is imported by then is what computes."""
+    """Return the checkout's commit, with "+" if tracked files differ from it; None without a checkout or git. It is
+    read once, because the imported code does not change afterwards."""
     root = checkout()
     if root is None:
         return None
@@ -60,7 +60,7 @@ def commit() -> str | None:
 
 
 def _cpu_info(key: str) -> str:
-    """Return what Linux says of the first processor, "" where it says nothing."""
+    """Return the value of `key` that Linux reports for the first processor; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -69,18 +69,18 @@ def _cpu_info(key: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor as the system names it."""
+    """Return the system's name of the processor."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def is_amd() -> bool:
-    """Return whether the processor is AMD's."""
+    """Return whether the processor is by AMD."""
     return _cpu_info("vendor_id") == "AuthenticAMD"
 
 
 def cpu_dtype() -> str:
-    """Return the dtype in which this processor multiplies fastest: bfloat16 where it has instructions for it, or
-    float32."""
+    """Return the dtype in which this processor multiplies fastest. It is bfloat16 if the processor has instructions for
+    it, else float32."""
     import torch
 
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -93,7 +93,7 @@ def installed_memory() -> int:
 
 
 def cpu_memory() -> tuple[int, int]:
-    """Return (bytes that this process may ever have, bytes available now)."""
+    """Return (limit on the memory of this process, memory available now), in bytes."""
     total = installed_memory()
     for path in map(Path, LIMITS):
         text = path.read_text().strip() if path.is_file() else ""
@@ -105,9 +105,11 @@ def cpu_memory() -> tuple[int, int]:
 
 
 def set_malloc(mapped_from: int, kept: int) -> bool:
-    """Have glibc map blocks of `mapped_from` bytes and more by themselves, which returns them when they are freed, and
-    keep up to `kept` free bytes at the end of its heap (-1: all). Return whether it does: it does not where MALLOC_* or
-    GLIBC_TUNABLES have settings of the user's, nor where the C library is another."""
+    """Set glibc's thresholds for mapping blocks and keeping free memory; return whether they were set.
+
+    Blocks of `mapped_from` bytes or more are mapped separately and returned when freed; up to `kept` free bytes stay at
+    the end of the heap (-1: all). Nothing is set over a user's MALLOC_* or GLIBC_TUNABLES, nor in another C library.
+    """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     library = None if chosen else _glibc()
     if library is None:
@@ -117,8 +119,8 @@ def set_malloc(mapped_from: int, kept: int) -> bool:
 
 
 def return_free_memory() -> bool:
-    """Have glibc return what is free in its heap, holes too, where more than half of the memory is in use. Return
-    whether it did. What it keeps (`KEEP_MEMORY`) grows with holes that no later block fits into."""
+    """Make glibc return the free memory of its heap, including holes, if more than half of the memory is in use. Return
+    whether it did. The memory that it keeps (`KEEP_MEMORY`) grows by holes into which no later block fits."""
     total, available = cpu_memory()
     library = _glibc() if 2 * available < total else None
     return library is not None and bool(library.malloc_trim(0))

@@ -1,12 +1,12 @@
-"""Stored records: JSONL in which a record that was changed, lost, doubled or moved is noticed.
+"""Stored records: JSONL in which a changed, lost, duplicated or moved record is detected.
 
-    {"step": 1, .., "checksum": "1f4a.."}      a record a line; 16 hex digits, always the last key
+    {"step": 1, .., "checksum": "1f4a.."}      one record per line; 16 hex digits, always the last key
     {"step": 2, .., "checksum": "90c3.."}
     {"records": 2, "digest": "90c3.."}         the closing line of a finished file: their number, and 64 hex digits
 
-A checksum begins the SHA-256 of all records so far, each as its line of JSON without the checksum, with its line feed;
-the digest is the whole of the last one. A file without any checksum is of an earlier version or another program: it is
-read with one warning a folder. It does not guard against people, who can compute a checksum too.
+A checksum is the beginning of the SHA-256 of all records so far, each as its line of JSON without the checksum, with
+its line feed; the digest is the whole SHA-256 of the last one. A file without checksums is of an earlier version or
+another program: it is read with one warning per folder. Checksums do not protect against people, who can compute them.
 """
 
 import json
@@ -27,7 +27,7 @@ from thresher.common.jsonl import BOM, Record, as_object, iter_lines, parse_json
 
 CHECKSUM, DIGITS = "checksum", 16
 REMEDY = "put a copy back, or read it as it is by --unverified"
-# For files that people make others from.
+# For files from which people make other files.
 ON_PURPOSE = (
     "put a copy back, or take the checksums out of a file that was changed on purpose: "
     "jq -c 'select(.checksum) | del(.checksum)'"
@@ -37,7 +37,7 @@ _warned: set[Path] = set()
 
 
 class _Chain:
-    """Number and digest of the records so far."""
+    """Running number and digest of records."""
 
     def __init__(self) -> None:
         self.records, self._hash = 0, sha256()
@@ -56,7 +56,7 @@ class _Chain:
         return other
 
     def add(self, line: bytes) -> bytes:
-        """Count in a record, given as its line without a checksum; return the line that is stored."""
+        """Add a record, given as its line without a checksum; return the line to store."""
         self.records += 1
         self._hash.update(line)
         return line[:-2] + _tail(self.digest[:DIGITS]) + b"\n"
@@ -77,14 +77,14 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON. Numbers that are not finite become null."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError):  # the slow way only for records that need it
+    except (ValueError, TypeError):  # slower, only for records that need it
         text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
-    # A lone surrogate has no UTF-8; as a backslash escape it is the same character in JSON.
+    # A lone surrogate cannot be encoded in UTF-8; its backslash escape is the same character in JSON.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def finite(value: Any) -> Any:
-    """Return plain JSON values: None for nan and infinities, a number for a numpy or torch scalar."""
+    """Return plain JSON values: None for nan and infinities, numbers for NumPy and torch scalars."""
     if isinstance(value, Mapping):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ def finite(value: Any) -> Any:
 
 
 def mark_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of these records and their digest, as a file of them has it."""
+    """Return the number of these records and their digest, as in a file of them."""
     chain = _Chain()
     for record in records:
         chain.add(json_line(record))
@@ -103,7 +103,7 @@ def mark_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], *, closed: bool = True) -> dict[str, Any]:
-    """Write a file of records, whole or not at all; return their mark. closed: with a closing line."""
+    """Write a file of records atomically; return their mark. closed: with a closing line."""
     chain = _Chain()
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         for record in records:
@@ -128,20 +128,20 @@ def read_records(
     owner: Path | None = None,
     remedy: str = REMEDY,
 ) -> Iterator[tuple[int, Record]]:
-    """Yield (line number from 1, record without its checksum). UserError, ending with `remedy`, for a file that is not
-    as it was written.
+    """Yield (line number from 1, record without its checksum). UserError, ending with `remedy`, for a file that was
+    changed.
 
-    unverified: ignore checksums. foreign: the file may be anyone's, so that no checksum is no reason to warn. expected:
-    the mark of its records. owner: the folder to warn of; default: the file's own.
+    unverified: ignore checksums. foreign: the file may be of another program, so do not warn if there are no checksums.
+    expected: the mark of its records. owner: the folder named in the warning; default: the folder of the file.
     """
     reader = _Reader(Path(path), unverified, False, foreign, owner, remedy)
     yield from reader.records(expected)
 
 
 class _Reader:
-    """One pass over a file of records. growing: it may be unfinished and end in half a line, as a kill leaves it.
-    Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end of the last one and of the file;
-    `closed`: there is a closing line; `as_written`: more can be appended."""
+    """One pass over a file of records. growing: the file may be unfinished and end in a partial line, after a kill.
+    Afterwards `chain` includes all records; `end` and `size` are the bytes up to the end of the last record and of the
+    file; `closed`: there is a closing line; `as_written`: records can be appended."""
 
     def __init__(
         self, path: Path, unverified: bool, growing: bool, foreign: bool, owner: Path | None, remedy: str
@@ -151,7 +151,7 @@ class _Reader:
         self.chain = _Chain()
         self.end = self.size = 0
         self.closed, self.as_written = False, True
-        self._guarded: bool | None = None  # whether lines have checksums, once there is one
+        self._guarded: bool | None = None  # whether lines have checksums; None before the first line
 
     def records(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
         wanted = None if expected is None else expected.get("records")
@@ -173,7 +173,7 @@ class _Reader:
             self._refuse(self.path, "has no closing line: it was cut, or what writes it has not finished")
 
     def _record(self, number: int, line: bytes) -> Record | None:
-        """Return the record of a line; None for a line that holds none."""
+        """Return the record of a line; None for a line without one."""
         where = f"{self.path}:{number}"
         line = line.removeprefix(BOM) if number == 1 else line
         if not line.strip() and (self.unverified or not self._guarded):
@@ -228,7 +228,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def warn_unguarded(owner: Path, path: Path) -> None:
-    """Say, once for a folder, that a file in it has no checksums."""
+    """Warn, once per folder, that a file in it has no checksums."""
     if owner not in _warned:
         _warned.add(owner)
         name = path.relative_to(owner) if path.is_relative_to(owner) else path
@@ -240,10 +240,10 @@ def warn_unguarded(owner: Path, path: Path) -> None:
 
 
 class RecordLog:
-    """A file of records that grows, with this process as its only writer. `recover` reads the records that exist.
+    """A growing file of records, with this process as its only writer. `recover` reads the existing records.
 
-    The next append cuts off half a line at the end, as a kill leaves it, and a closing line. A file without checksums,
-    or one that is read unverified, is first written anew with them.
+    The next append cuts off a partial last line, left by a kill, and a closing line. A file without checksums, or one
+    that is read unverified, is first rewritten with checksums.
     """
 
     def __init__(self, path: str | Path, *, unverified: bool = False, remedy: str = REMEDY) -> None:
@@ -252,24 +252,24 @@ class RecordLog:
         self._found = self._opened()
 
     def recover(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
-        """Yield the existing records, as `read_records`; take all of them before an append. expected: the mark of the
-        first ones."""
+        """Yield the existing records, as `read_records`. All must be consumed before an append. expected: the mark of
+        the first ones."""
         self._found = self._opened()
         if self.path.exists():
             yield from self._found.records(expected)
 
     @property
     def mark(self) -> dict[str, Any]:
-        """The number of all records, and their digest."""
+        """Return the number of all records, and their digest."""
         return self._found.chain.mark
 
     @property
     def as_left(self) -> bool:
-        """Return whether the file has the size with which this log last left it."""
+        """Return whether the file still has the size after the last write of this log."""
         return (self.path.stat().st_size if self.path.exists() else 0) == self._found.size
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append records, safe from a kill afterwards. UserError where another program has changed the file."""
+        """Append records, which survive a later kill. UserError if another program has changed the file."""
         lines = [_plain_line(record) for record in records]
         self._write(lambda chain: b"".join(map(chain.add, lines)))
         self._found.end, self._found.closed = self._found.size, False
@@ -302,7 +302,7 @@ class RecordLog:
                 found.size = found.end
             append_bytes(self.path, data)
         except Unwritable:
-            with suppress(OSError):  # of what was written in part
+            with suppress(OSError):  # remove a partial write
                 os.truncate(self.path, found.end)
             raise
         except OSError as error:
@@ -311,14 +311,14 @@ class RecordLog:
 
 
 def write_object(path: Path, values: Mapping[str, Any]) -> None:
-    """Write one JSON object with its digest, whole or not at all. Numbers that are not finite become null."""
+    """Write one JSON object with its digest, atomically. Numbers that are not finite become null."""
     plain = finite(values)
     text = json.dumps(plain | {"digest": sha256(json_line(plain)).hexdigest()}, indent=2, allow_nan=False)
     atomic_write_text(path, text + "\n")
 
 
 def read_object(path: Path, *, unverified: bool = False, remedy: str = REMEDY) -> dict[str, Any]:
-    """Return an object that `write_object` wrote, without its digest. The arguments are those of `read_records`."""
+    """Return an object written by `write_object`, without its digest. Arguments as in `read_records`."""
     values = read_json_object(path)
     digest = values.pop("digest", None)
     if unverified:

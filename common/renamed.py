@@ -1,4 +1,4 @@
-"""Old names that a user's own file may import: they work, with a DeprecationWarning that says the new name."""
+"""Old names that a user's file may import: they work, with a DeprecationWarning that gives the new name."""
 
 import sys
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`. names: old name -> the object, whose `__name__` is the new one."""
+    """Return a module's `__getattr__`. names: old name -> object, whose `__name__` is the new name."""
 
     def getattr_(name: str) -> Any:
         if name not in names:
@@ -21,7 +21,7 @@ def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def moved_module(old: str, names: Mapping[str, Any]) -> None:
-    """Make the module `old` importable, with `names` as `renamed` has them."""
+    """Make the module `old` importable, with `names` as in `renamed`."""
     module = ModuleType(old)
     vars(module)["__getattr__"] = renamed(old, names)
     sys.modules[old] = module

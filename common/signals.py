@@ -1,14 +1,14 @@
-"""Ctrl-C and SIGTERM: what must not be cut in two is finished first, all else ends at once.
+"""Ctrl-C and SIGTERM: work that must not be interrupted is finished first, everything else ends at once.
 
-    with handle_signals():                                          # once a process: cli/main.py
+    with handle_signals():                                          # once per process: cli/main.py
         with defer_signals("the step is finished first"):           # training: a signal is noted
             with allow_signals():                                   # an evaluation: raised at once
-        with defer_signals("..", unless=lambda: step.collecting):   # the same, asked when a signal comes
+        with defer_signals("..", unless=lambda: step.collecting):   # the same; `unless` is called on a signal
 
-The first signal raises `Interrupted` in the main thread, once; inside `defer_signals` it is noted, and raised where
-`allow_signals` begins, at `check()`, or where `defer_signals` ends. A second Ctrl-C ends the process at once with
-status 130, as a kill. Under torchrun a second one is ignored: torchrun repeats Ctrl-C to its ranks, and kills them
-after 30 s.
+The first signal raises `Interrupted` in the main thread, once. Inside `defer_signals` it is noted, and raised at the
+beginning of `allow_signals`, at `check()`, or at the end of `defer_signals`. A second Ctrl-C ends the process at once
+with status 130, like a kill. Under torchrun a second one is ignored, because torchrun repeats Ctrl-C to its ranks and
+kills them after 30 s.
 """
 
 import os
@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = b"\x1b[?25h"  # which a progress line hides
+SHOW_CURSOR = b"\x1b[?25h"  # a progress line hides the cursor
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with which the command goes on.
-    spent: a flag with a value that is not given again."""
+    """Raised by a signal. kept: description of the results that the command leaves; None: none. flag: resumes the
+    command. spent: a flag with its value that must not be repeated."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
@@ -36,15 +36,15 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status: 130 or 143."""
+        """Return the exit status: 130 or 143."""
         return 128 + self.number
 
 
 @dataclass(slots=True)
 class _Signals:
-    noted: int | None = None  # the first signal that came
-    first: str | None = None  # what is finished before it is raised; None: nothing
-    unless: Callable[[], bool] | None = None  # whether it is raised at once all the same
+    noted: int | None = None  # the first signal received
+    first: str | None = None  # work that is finished before it is raised; None: none
+    unless: Callable[[], bool] | None = None  # whether it is raised at once nevertheless
     raised: bool = False
 
 
@@ -53,8 +53,8 @@ _state = _Signals()
 
 @contextmanager
 def handle_signals() -> Iterator[None]:
-    """Raise `Interrupted` for a signal inside, even if other code has put another error in its place. Outside of the
-    main thread nothing changes."""
+    """Raise `Interrupted` for a signal in the block, even if other code has replaced it by another error. Outside the
+    main thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,7 +77,7 @@ def handle_signals() -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank that torchrun has started."""
+    """Return whether this process is a rank started by torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -97,14 +97,14 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def noted() -> int | None:
-    """The signal that came, if one did."""
+    """Return the signal received so far, if any."""
     return _state.noted
 
 
 @contextmanager
 def defer_signals(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Raise nothing inside. first: what is finished before, for the user. unless: whether a signal that comes now is
-    raised at once all the same; one that came before waits for `check`."""
+    """Defer signals in the block. first: message about the work that is finished first. unless: whether a new signal is
+    raised at once nevertheless; an earlier one waits for `check`."""
     before = _state.first, _state.unless
     _state.first, _state.unless = first, unless
     try:
@@ -116,7 +116,7 @@ def defer_signals(first: str, unless: Callable[[], bool] | None = None) -> Itera
 
 @contextmanager
 def allow_signals() -> Iterator[None]:
-    """Raise a signal at once inside, as outside of any `defer_signals`; also one that was noted before."""
+    """Raise signals at once in the block, as outside `defer_signals`; also one that was noted before."""
     before, _state.first = _state.first, None
     try:
         _raise_noted()
@@ -126,7 +126,7 @@ def allow_signals() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the signal that came, if one did, also inside `defer_signals`."""
+    """Raise the signal received so far, if any, also inside `defer_signals`."""
     if _state.noted is not None:
         _state.raised = True
         raise Interrupted(_state.noted)
@@ -138,7 +138,7 @@ def _raise_noted() -> None:
 
 
 def interruption(error: BaseException) -> Interrupted | None:
-    """Return the interruption that `error` is or comes from; None for any other error.
+    """Return the interruption that `error` is or results from; None for any other error.
 
     C code that calls Python may replace a signal's exception by its own, as torch.asarray does.
     """
@@ -151,8 +151,8 @@ def interruption(error: BaseException) -> Interrupted | None:
 
 @contextmanager
 def on_interrupt(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], str] = str) -> Iterator[None]:
-    """Set in `Interrupted` what the command leaves, the flag with which it goes on, and the one not to repeat. The
-    outermost of several sets it."""
+    """Set `kept`, `flag` and `spent` of an `Interrupted` raised in the block. Of nested blocks the outermost sets
+    them."""
     try:
         yield
     except BaseException as error:
@@ -164,7 +164,7 @@ def on_interrupt(kept: Callable[[], str | None], flag: str = "", spent: Callable
 
 
 def lines_in(path: Path) -> str | None:
-    """Say what a file that grows line by line keeps, for `on_interrupt`; None without the file."""
+    """Describe the lines in a file that grows line by line, for `on_interrupt`; None without the file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

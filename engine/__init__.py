@@ -1,6 +1,6 @@
-"""The engine: from questions to trajectories to gradients, a room for each stage.
+"""The engine: from questions to trajectories to gradients, one room per stage.
 
-A new stage may come in as a room; names that users import are here. Those that need torch are looked up when asked for.
+A new stage is a new room. Names that users import are here; those that need torch are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Load everything that a recipe's rollout needs, and check it against each other before anything is computed."""
+"""Load all that a recipe's rollout needs, and check that the parts fit together before anything is computed."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -31,14 +31,14 @@ from thresher.retrieval.questions import Question, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.client import RemoteRetriever
 
-# A head's rows are padded to some multiple below this: Qwen2.5's 151,665 tokens have 151,936 or 152,064.
+# Heads are padded to a multiple of a number below this: Qwen2.5's 151,665 tokens have 151,936 or 152,064 rows.
 PADDING = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptContext:
-    """A system with its prompt, limits and tokenizer, for any writer of turns. `system_digest` is that of a user's own
+    """A system with its prompt, limits and tokenizer, for any writer of turns. system_digest: digest of a user's own
     system file, None for a built-in system."""
 
     recipe: Recipe
@@ -53,7 +53,7 @@ class PromptContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext(PromptContext):
-    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained."""
+    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are neither sampled nor trained."""
 
     policy: Policy
 
@@ -62,14 +62,14 @@ class RunContext(PromptContext):
         return self.tokenizer.vocab_size
 
     def threads(self) -> AbstractContextManager[None]:
-        """Open a context in which torch computes with as many threads as the recipe has, or suit the model."""
+        """Return a context in which torch uses the recipe's number of threads, or one that suits the model."""
         return use_threads(threads_for(self.recipe.run.threads, self.policy.config))
 
     def rollout(self, retriever: Retriever | None) -> Rollout:
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
         if limits.attention != "torch":
-            # On a GPU the cache is as large as the free memory allows, and has to hold one context.
+            # On a GPU the cache is as large as the free memory allows, and must hold one context.
             blocks = 1 + -(-limits.max_context // limits.kv_block_size)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.kv_block_size, self.policy.dtype.itemsize)
         available = free_memory(self.policy.device)
@@ -102,7 +102,7 @@ class RunContext(PromptContext):
 
 
 def load_run_context(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> RunContext:
-    """Load policy, tokenizer and system of a recipe. model_path: in place of `model.path`. system: of the recipe's."""
+    """Load policy, tokenizer and system of a recipe. model_path, system: used in place of those of the recipe."""
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder, recipe.run.verify)
     context = make_prompt_context(recipe, tokenizer, system)
@@ -119,7 +119,7 @@ def load_run_context(recipe: Recipe, model_path: str | Path | None = None, syste
 
 
 def check_positions(recipe: Recipe, config: ModelConfig) -> None:
-    """Raise UserError where episodes may be longer than what the model was made for."""
+    """Raise UserError if episodes may be longer than the context that the model was made for."""
     if recipe.rollout.max_context > config.max_position_embeddings:
         raise UserError(
             f"rollout.max_context is {recipe.rollout.max_context}, but the model was made for "
@@ -170,7 +170,7 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
 
 
 def tools_digest(recipe: Recipe) -> str | None:
-    """Return the SHA-256, in hex, of the files of a recipe's tools; None where there are none, or none is called."""
+    """Return the SHA-256, in hex, of the files of a recipe's tools; None if there are none, or if no tool is called."""
     tools = (recipe.tools or {}).values()
     functions = [tool.function for tool in tools if tool.function is not None]
     prompts = [tool.template for tool in tools if tool.template is not None]
@@ -188,8 +188,8 @@ def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
 
 
 def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Raise UserError if the tokenizer has ids that the head does not, or lacks a token that ends or begins the model's
-    texts: it is another model's then."""
+    """Raise UserError if the tokenizer belongs to another model: it has ids that the head does not, or lacks a token
+    that ends or begins the model's texts."""
     if tokenizer.vocab_size > policy.config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's head only "
@@ -204,7 +204,7 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str | None:
-    """Return a sentence on why the tokenizer may be another model's though `check_fit` passes; None if it looks right.
+    """Return a sentence on why the tokenizer may be of another model though `check_fit` passes; None if it looks right.
 
     Published models mark the ends of texts by added tokens, and have no more rows than padding explains.
     """
@@ -221,20 +221,20 @@ def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str 
 
 
 def _text_marks(policy: Policy) -> list[tuple[str, int]]:
-    """Return the ids that end and begin texts, each with its key in config.json. What pads is not used here."""
+    """Return the ids that end and begin texts, each with its key in config.json. The padding token is not used."""
     config = policy.config
     begin = [] if config.bos_token_id is None else [("bos_token_id", config.bos_token_id)]
     return [*(("eos_token_id", token) for token in config.eos_token_ids), *begin]
 
 
 def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
-    """Return the backend of a rollout's attention. UserError if the recipe's does not serve this model here."""
+    """Return the backend of a rollout's attention. UserError if the recipe's backend cannot serve this model here."""
     return attention_backend(policy, recipe.rollout.attention, "rollout", "rollout.")
 
 
 def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
-    """Return the recipe's index, or its server once that answers; None if it names neither. UserError for too large a
-    k, and for a system that needs an index where there is none."""
+    """Return the recipe's index, or its server once that answers; None if it names neither. UserError if k is too
+    large, or if the system needs an index and there is none."""
     section = recipe.retrieval
     if section is None or (section.index is None and section.url is None):
         if system.needs_index:
@@ -248,7 +248,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
         note(f"searches go to {section.url}")
         retriever = RemoteRetriever(section.url, timeout=section.timeout, patience=section.patience, say=note)
     else:
-        # Imported here, for a run with a server does not need FAISS.
+        # Imported here because a run with a server does not need FAISS.
         from thresher.retrieval.indexes.load import load_retriever
 
         assert section.index is not None  # it has no url
@@ -260,9 +260,9 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
 def load_judges(
     recipe: Recipe, system: System, replies: Path, allow_keys: Collection[str], rewarded_only: bool = False
 ) -> Judges:
-    """Return an entailment judge if the system has claims, and a chat model if the system is rewarded by it or, unless
-    `rewarded_only`, if the recipe names one. replies: the file of its replies, unless the recipe names one. allow_keys:
-    as in `load_endpoint`."""
+    """Return the judges of a recipe. There is an entailment judge if the system has claims. There is a chat model if
+    the system's reward needs it or, unless `rewarded_only`, if the recipe names one. replies: file of its replies,
+    unless the recipe names one. allow_keys: as in `load_endpoint`."""
     section = recipe.judge
     if section.replies is None:
         section = replace(section, replies=str(replies))
@@ -286,8 +286,8 @@ def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list
 
 
 def check_gold_indices(questions: Sequence[Question], system: System, path: str, needed: bool = False) -> None:
-    """Print how many questions have unknown gold passages, if the system's reward asks for them. UserError where all
-    have and some are `needed`."""
+    """Print how many questions have unknown gold passages, if the system's reward needs them. UserError if this is true
+    of all questions and `needed` is set."""
     unknown = sum(question.gold_indices is None for question in questions)
     if not system.needs_gold_indices or not unknown:
         return
@@ -303,5 +303,5 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
 
 
 def read_run_recipe(path: str | Path, overrides: list[str]) -> Recipe:
-    """Return a recipe whose gaps the preset of its system fills: the file and the overrides win over the preset."""
+    """Return a recipe completed by the preset of its system. Values of the file and the overrides take precedence."""
     return load_recipe(path, overrides, preset=preset_of)

@@ -1,13 +1,13 @@
-"""Write calls of tools in a model's own chat format: that of Qwen2.5, Qwen3 and other models with Hermes' tags.
+"""Calls of tools in a model's own chat format: that of Qwen2.5, Qwen3 and other models with Hermes' tags.
 
     Prompt(template, question, tools=TOOLS)      the chat template lists the tools; model.prompt = "chat"
     turn = yield Generate(stop=(CALL_END,))      <tool_call>{"name": .., "arguments": {..}}</tool_call>
-    call = read_call(turn)                       a Tool, or a sentence on what is wrong with the call
-    yield tool_response((yield call))            what the chat template writes around a result
-    yield correction(turn, call)                 the same around the sentence, as the user's message
+    call = read_call(turn)                       a Tool, or a sentence on the fault of the call
+    yield tool_response((yield call))            the result, with the text that the chat template writes around it
+    yield correction(turn, call)                 the sentence, with the text around a user's message
 
-The text around is template text: its control tokens are the tokenizer's, and neither it nor a turn is encoded again.
-A prompt with tools is refused where the model's chat template writes other text between turns (protocol/prompts.py).
+The text around is template text: its control tokens are the tokenizer's, and neither it nor a turn is encoded again. A
+prompt with tools is refused if the model's chat template writes other text between turns (protocol/prompts.py).
 """
 
 import json
@@ -22,7 +22,7 @@ FORM = 'Write {"name": NAME, "arguments": {NAME: VALUE, ..}} between the tags of
 
 
 def read_call(turn: Turn) -> Tool | str:
-    """Return the call in a turn that stopped at CALL_END; a sentence where it is none."""
+    """Return the call in a turn that stopped at CALL_END, or a sentence on its fault."""
     text = turn.inside("tool_call")
     if text is None:
         return f"The call is empty. {FORM}"
@@ -41,13 +41,13 @@ def _refuse(constant: str) -> None:
 
 
 def tool_response(result: Result) -> Retrieved:
-    """Return a tool's result as the chat template shows it, up to where the policy's next turn begins."""
+    """Return a tool's result as the chat template shows it, up to the beginning of the policy's next turn."""
     before = f"{TURN_END}{BEFORE_USER}<tool_response>\n"
     return Retrieved(result.text, before, f"\n</tool_response>{NEXT_TURN}")
 
 
 def correction(turn: Turn, text: str) -> Feedback:
-    """Return a line of the engine's as a user's message, up to where the policy's next turn begins. turn: the one
-    before, which may have ended in TURN_END itself."""
+    """Return a line of engine text as a user's message, up to the beginning of the policy's next turn. turn: the
+    previous turn, which may already end in TURN_END."""
     end = "" if turn.text.endswith(TURN_END.encode()) else TURN_END
     return Feedback(text, f"{end}{BEFORE_USER}", NEXT_TURN)

@@ -1,32 +1,32 @@
-"""The language in which a paper's protocol is written.
+"""The language in which the protocol of a paper is written.
 
-An episode is a generator function. It yields what it needs, one request at a time, and the engine answers; between two
-requests it is plain Python. The engine runs thousands of episodes at once and batches whatever is ready, so an episode
-never sees a tensor, a batch or another episode.
+An episode is a generator function. It yields one request at a time, and the engine answers; between two requests it is
+plain Python. The engine runs thousands of episodes at once and batches those that are ready, so an episode never sees a
+tensor, a batch or another episode.
 
     Prompt(...)     -> None         the first request, once
     Generate(stop)  -> Turn         the policy writes until a stop tag, the end of text, or a limit
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
-    Tool(name, arguments) -> Result waits for a tool of the recipe, while other episodes go on
-    SubCall(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
+    Tool(name, arguments) -> Result waits for a tool of the recipe, while other episodes continue
+    SubCall(context)   -> Turn         a turn of the policy in a separate context, for which the episode waits
     Score(context, text) -> [float]    log-probs of a text that the policy did not write
-    Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
-    Feedback(text)  -> None         appends a line of the engine's own
-    Fold(context)   -> None         goes on in a new context; what came before is not in it, but for what it keeps
-    SpawnBranches(branches)         contexts of their own, in which the policy writes a turn each, for the reward
+    Retrieved(...)  -> None         appends passages, or a text made from them, between a pair of tags
+    Feedback(text)  -> None         appends a line of engine text
+    Fold(context)   -> None         continues in a new context, which holds only what it keeps of the old one
+    SpawnBranches(branches)         separate contexts, in each of which the policy writes a turn for the reward
 
-A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
-since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
-it goes to the reward (RewardInput.branches), and into the loss only where the request says `trained`. A call is such a
-context in the middle of an episode: what was written in it may be shown, as retrieved text, and is among the branches
-too ("call 1", ..).
+A branch hides text that its context leaves out: the context is assembled anew and computed anew from the first
+difference, because the hidden states of later tokens have already absorbed text that an attention mask would hide. The
+text written in a branch goes to the reward (RewardInput.branches), and into the loss only if the request sets
+`trained`. A call is such a context in the middle of an episode: its text may be shown as retrieved text, and it is
+among the branches too ("call 1", ..).
 
-A fold puts a new context, made in the same way, in the place of the old one. What the policy sampled is trained in the
-context in which it was sampled, once: text that is kept is part of the new context's prompt. An episode that folds when
-a context runs full compares `Turn.room` with `EpisodeConfig.room_needed`.
+A fold replaces the old context with a new one, assembled in the same way. Tokens that the policy sampled are trained
+once, in the context in which they were sampled: kept text is part of the new context's prompt. An episode that folds
+when a context is full compares `Turn.room` with `EpisodeConfig.room_needed`.
 
-A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
-engine's business: it closes the generator and records its own reason.
+A generator returns the reason why the trajectory ended ("answered", "turns", ...). The engine enforces limits of tokens
+and context: it closes the generator and records its own reason.
 """
 
 import tomllib
@@ -47,8 +47,8 @@ from thresher.rewards.tags import blocks, final_answer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The opening of a trajectory: a template (which may hold control tokens), with question and passages put in their
-    places, `{question}` and `{passages}`. tools: schemas that the chat template lists (engine/chat_calls.py)."""
+    """The opening of a trajectory: a template (which may hold control tokens), in which question and passages replace
+    `{question}` and `{passages}`. tools: schemas that the chat template lists (engine/chat_calls.py)."""
 
     template: str
     question: str
@@ -58,9 +58,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Let the policy write one turn; `stop` lists the closing tags at which it ends (the end of text always ends
-    it). After `max_tokens` it ends as well, without a tag, and the episode goes on; a limit of the engine's ends the
-    trajectory."""
+    """Let the policy write one turn. stop: closing tags at which it ends (the end of text always ends it). After
+    `max_tokens` it also ends, without a tag, and the episode continues; a limit of the engine ends the trajectory."""
 
     stop: tuple[str, ...]
     max_tokens: int | None = None
@@ -68,7 +67,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """among: passages to look in, by BM25, in place of the index or server."""
+    """Search for passages. among: passages to search by BM25, in place of the index or server."""
 
     query: str
     among: Sequence[Passage] | None = None
@@ -76,8 +75,8 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A call of a tool that the recipe names. arguments: JSON values by name, as the policy may have written them. They
-    are data: nothing in them is executed."""
+    """A call of a tool that the recipe names. arguments: JSON values by name, possibly written by the policy. They are
+    data: nothing in them is executed."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -94,8 +93,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Passages to show, or a text in their place, such as what a call made of them; between `before` and `after`
-    (template text: the tags are here and nowhere else)."""
+    """Passages to show, or a text in their place, such as one that a call made from them. before, after: template text
+    around them; the tags are in it and nowhere else."""
 
     hits: Sequence[Hit] | str
     before: str
@@ -104,7 +103,7 @@ class Retrieved:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A line of the engine's own, between `before` and `after` (template text without the system's tags)."""
+    """A line of engine text, between `before` and `after` (template text without the system's tags)."""
 
     text: str
     before: str = ""
@@ -113,8 +112,8 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class KeptSpan:
-    """A part of the policy's text so far, from byte `start` to `end`, all its turns counted as one text (in which the
-    bytes that open a turn's text, because they trailed the one before, are there once)."""
+    """A part of the policy's text so far, from byte `start` to `end`, with all its turns joined to one text. Trailing
+    bytes of a turn that also begin the next turn's text are in it once."""
 
     start: int
     end: int
@@ -122,11 +121,12 @@ class KeptSpan:
 
 @dataclass(frozen=True, slots=True)
 class BranchPrompt:
-    """A context of its own: a prompt, then text kept from the trajectory, template text (str) and what was retrieved,
-    in this order. Kept tokens stay whole; of one that straddles a boundary the kept part is encoded anew, byte by byte.
+    """A separate context: a prompt, followed by parts in the given order: text kept from the trajectory, template text
+    (str) and retrieved text. Kept tokens stay whole; of a token that straddles a boundary the kept part is encoded
+    anew, byte by byte.
 
-    stop, max_tokens: as in Generate, of the one turn that the policy writes in a branch or a call. A fold has neither:
-    its turns are asked for by Generate.
+    stop, max_tokens: as in Generate, for the one turn that the policy writes in a branch or a call. A fold uses
+    neither, because Generate requests its turns.
     """
 
     prompt: Prompt
@@ -137,18 +137,18 @@ class BranchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Go on in this context, in the place of the present one. Passages in it that exceed their budget are cut, as those
-    of a search. A context that leaves no room for a token ends the trajectory ("context")."""
+    """Continue in this context, in place of the present one. Passages in it that exceed their budget are cut, as those
+    of a search. A context without room for a token ends the trajectory ("context")."""
 
     context: BranchPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnBranches:
-    """Branches of the trajectory, by name. They are written after it, in the same rollout; nothing waits for them.
+    """Branches of the trajectory, by name. They are written after it, in the same rollout; no episode waits for them.
 
-    trained: their tokens are in the loss, with the advantage of the trajectory, or that of their own reward
-    (`RewardResult.branches`) among the branches of this name in the group. What a server wrote is never trained.
+    trained: their tokens are in the loss, with the advantage of the trajectory, or with that of their own reward
+    (`RewardResult.branches`) among the branches of this name in the group. Turns that a server wrote are never trained.
     """
 
     branches: Mapping[str, BranchPrompt]
@@ -157,9 +157,9 @@ class SpawnBranches:
 
 @dataclass(frozen=True, slots=True)
 class SubCall:
-    """One turn of the policy in a context of its own, whose Turn the episode gets: it may ask for a text to be read,
-    and show what came of it. Passages of its prompt that exceed their budget are cut, as those of a search. A limit
-    ends the turn without a tag; a context that leaves it no room ends the trajectory. trained: as of SpawnBranches."""
+    """One turn of the policy in a separate context; the episode gets its Turn. An episode can thus have a text read and
+    show the result. Passages of its prompt that exceed their budget are cut, as those of a search. A limit ends the
+    turn without a tag; a context without room for the turn ends the trajectory. trained: as in SpawnBranches."""
 
     context: BranchPrompt
     trained: bool = False
@@ -167,13 +167,14 @@ class SubCall:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Ask for the log-probs of a text that nobody sampled, such as a gold answer: a list, one a token of `text`, which
-    is encoded by itself as plain text; under softmax(z / temperature), as of sampled tokens (greedy: at temperature 1).
+    """Request the log-probs of a text that was not sampled, such as a gold answer. The answer is a list with one value
+    per token of `text`, which is encoded by itself as plain text. The values are taken under softmax(z / temperature),
+    as for sampled tokens (greedy: at temperature 1).
 
-    context: template text, put behind the present context; or a context of its own, whose `stop` and
-    `max_tokens` mean nothing here, and whose passages are cut as those of a SubCall. The trajectory goes on as if
-    nothing had been asked: neither is a segment of it, and no token of either is trained on. Each score is recorded in
-    Trajectory.scores. A context that leaves the text no room ends the trajectory.
+    context: template text, placed after the present context; or a separate context, whose `stop` and `max_tokens` are
+    ignored and whose passages are cut as those of a SubCall. The trajectory continues as if nothing had been requested:
+    neither text is a segment of it, and no token of either is trained on. Each score is recorded in Trajectory.scores.
+    A context without room for the text ends the trajectory.
     """
 
     context: BranchPrompt | str
@@ -186,12 +187,12 @@ Episode = Generator[Request, Any, str]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the policy: its bytes, the tag that stopped it (None: end of text, or max_tokens), and how many
-    tokens the episode's context has left behind it.
+    """One turn of the policy: its bytes, the tag that stopped it (None: end of text, or max_tokens), and the number of
+    tokens left in the episode's context after it.
 
-    A token may hold a stop tag's end and bytes behind it. They stay in its turn, and where nothing is appended before
-    the next they open that one's text too: after `</extract><`, a turn that goes on with `answer>` begins `<answer>`,
-    as it does for the reward.
+    A token may hold the end of a stop tag and further bytes. These stay in its turn. If nothing is appended before the
+    next turn, they also begin that turn's text: after `</extract><`, a turn that continues with `answer>` begins
+    `<answer>`, as it does for the reward.
     """
 
     text: bytes
@@ -218,7 +219,7 @@ class EpisodeConfig:
 
 
 def rewarded_by_group(attempt: RewardInput) -> RewardResult:
-    """Raise TypeError: the `reward` of a System that has `reward_group` alone."""
+    """Raise TypeError: the `reward` of a System that has only `reward_group`."""
     raise TypeError("the system rewards whole groups; call its reward_group")
 
 
@@ -229,21 +230,21 @@ def last_answer(attempt: RewardInput) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One paper's method, as the engine needs it.
+    """Method of one paper, in the form that the engine needs.
 
     tags: every tag of its grammar, opening and closing; no passage, question or feedback may contain one.
     episode(question, config): the protocol. reward(attempt): the reward with its parts. reward_group(attempts): in
     place of `reward`, the rewards of a group's attempts, in their order; in an evaluation a group has one attempt.
-    template: the built-in prompt, with `{question}` where the question goes, and `{passages}` if passages are given.
+    template: the built-in prompt, with `{question}` for the question, and `{passages}` if passages are given.
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
-    given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
+    given_passages: the prompt shows the question's passages; if it has none, the engine retrieves them first.
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
-    attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
-    answer(attempt), the one that the reward reads; None without one.
+    attempt.entailment; None if the reward needs no judge. wants_verdict: an LLM judge must rate the answer.
+    answer(attempt): the answer that the reward reads and the judge rates; None without one.
     needs_golds: a question without gold answers is refused.
-    searches: it asks an index or a server; None: it does if `information` is one of its tags.
+    searches: whether it uses an index or a server; None: it does if `information` is one of its tags.
     tools: names of tools that its episodes call; the recipe must have them all.
-    needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
+    needs_gold_indices: part of the reward can be earned only if it is known which of the passages are gold.
     """
 
     name: str
@@ -272,8 +273,8 @@ class System:
 
 
 def over_given(system: System) -> System:
-    """Return the system with every search of it answered from the passages that the question brings, and no index
-    needed. UserError, when it searches, for a question that brings none."""
+    """Return the system with all its searches answered from the question's own passages, without an index. A search
+    raises UserError for a question without passages."""
 
     def episode(question: Question, config: EpisodeConfig) -> Episode:
         inner, answer = system.episode(question, config), None
@@ -292,14 +293,14 @@ def over_given(system: System) -> System:
 
 
 def answer_once(question: Question, config: EpisodeConfig) -> Episode:
-    """Play the prompt with the question's passages, and one turn that should hold the answer."""
+    """Yield the prompt with the question's passages, then request one turn that should hold the answer."""
     yield Prompt(config.template, question.question, question.passages)
     turn = yield Generate(stop=("</answer>",))
     return "answered" if turn.inside("answer") else "ended"
 
 
 def answer_without_passages(question: Question, config: EpisodeConfig) -> Episode:
-    """Play `answer_once` with the question alone."""
+    """Return the episode `answer_once` with the question alone."""
     return answer_once(replace(question, passages=()), config)
 
 
@@ -309,13 +310,13 @@ def pair_tags(*names: str) -> tuple[str, ...]:
 
 
 def read_preset(path: Path) -> dict[str, dict[str, Any]]:
-    """Return a system's preset, a TOML file as a recipe is."""
+    """Return a system's preset from a TOML file in the format of a recipe."""
     return tomllib.loads(read_text(path))
 
 
 def read_template(path: str | Path, passages: bool = False) -> str:
-    """Read a prompt template file; it must hold `{question}` exactly once and, if the system is given passages, so
-    `{passages}`."""
+    """Read a prompt template file. It must hold `{question}` exactly once; `{passages}` once if the system is given
+    passages, else not at all."""
     text = read_text(path)
     for place, wanted in (("{question}", 1), ("{passages}", int(passages))):
         if (found := text.count(place)) != wanted:
@@ -324,7 +325,7 @@ def read_template(path: str | Path, passages: bool = False) -> str:
     return text
 
 
-if not TYPE_CHECKING:  # which would let any name pass
+if not TYPE_CHECKING:  # a type checker would then accept any name
     __getattr__ = renamed(
         __name__,
         {"Tools": EpisodeConfig, "Reprefill": BranchPrompt, "Kept": KeptSpan, "Fork": SpawnBranches, "Call": SubCall},

@@ -1,9 +1,9 @@
-"""`GRPO`: training from Python, by a reward that is a function, without a recipe's file.
+"""`GRPO`: training from Python, with a function as reward and without a recipe file.
 
     GRPO(model="models/SmolLM2-135M-Instruct", reward=score, prompts=[..], steps=50, lr=1e-5).train()
 
-It makes the recipe that a file would say, over the system `plain` (engine/systems/_plain.py), and calls `train`: the
-run folder is that of any run.
+It makes the same recipe as a file would, with the system `plain` (engine/systems/_plain.py), and calls `train`: the run
+folder is that of any run.
 """
 
 import sys
@@ -26,7 +26,7 @@ from thresher.retrieval.questions import Question, question_record
 
 Reward = Callable[..., Any]
 Records = str | Path | Iterable[Mapping[str, Any] | Question | str]
-# Sections of bare keys; those of the second are bare where no section of the first has them.
+# Sections whose keys may be given bare; those of the second only if no section of the first has them.
 BARE = (("run", "rollout", "grpo", "optim", "model", "data", "retrieval"), ("lora", "judge"))
 OF_SYSTEM = ("options", "template")
 FROM_TRL = {
@@ -43,12 +43,12 @@ FROM_TRL = {
 class GRPO:
     """A training run: a model, a reward, and prompts or questions.
 
-    model: its folder. reward: a function, or several, whose values are added up (see engine/systems/_plain.py for what
-    its parameters get); "FILE.py:FUNCTION" names one of a file. weights: of several rewards. prompts: texts. questions:
-    a file of questions, or records {"question", ..} whose other keys a reward's parameters may name. dev: the same, for
-    evaluations. system: the name or path of a system, with its own reward, in place of `reward`; its options and its
-    template are keywords. out: the run's folder; the questions of this call are written beside it. keys: those of a
-    recipe (docs/recipe.md), bare (`_set`), or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
+    model: its folder. reward: a function, or several whose values are added up (engine/systems/_plain.py says what
+    their parameters get); "FILE.py:FUNCTION" names one of a file. weights: of several rewards. prompts: texts.
+    questions: a file of questions, or records {"question", ..} whose other keys may be parameters of a reward. dev: the
+    same, for evaluations. system: the name or path of a system with its own reward, in place of `reward`; its options
+    and its template are keywords. out: the run's folder; the questions of this call are written next to it. keys: those
+    of a recipe (docs/recipe.md), bare (`_set`), or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class GRPO:
         self.recipe: Recipe = make_recipe(tables, "GRPO", preset=lambda name: load_system(name, options).preset)
 
     def train(self, resume: bool = False) -> dict[str, Any]:
-        """Train, printing the progress; return what summary.json holds. `resume` goes on from the last checkpoint."""
+        """Train and print the progress; return the content of summary.json. resume: continue from the last
+        checkpoint."""
         with console.progress_line("train", self.recipe.run.steps) as line:
             return train(self.recipe, self.out, resume, progress_to(line, self.recipe, self.out))
 
     def _file(self, name: str, records: Records | None) -> str:
-        """Return the file of these questions, which is written beside the run's folder unless it is one."""
+        """Return the file of these questions; records are first written to one next to the run's folder."""
         if isinstance(records, str | Path):
             return str(records)
         rows = [_record(one, number) for number, one in enumerate(records or ())]
@@ -134,8 +135,9 @@ def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
 
 
 def _name(reward: Any) -> str:
-    """Return the name of a reward: its file and function where a module of a file has it, so that the run can be
-    evaluated and resumed by any process; else one that holds in this process. This process calls the object itself."""
+    """Return the name of a reward. It is the file and function if a module of a file has the reward, so that the run
+    can be evaluated and resumed by any process; else a name valid in this process. This process calls the object
+    itself."""
     if isinstance(reward, str):
         return reward
     if not callable(reward):
@@ -144,7 +146,7 @@ def _name(reward: Any) -> str:
     name = getattr(inner, "__name__", type(inner).__name__)
     module = sys.modules.get(getattr(reward, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    # A script, which has no __spec__ or is __main__, must not train again where its reward is imported.
+    # A script (no __spec__, or __main__) must not train again when its reward is imported.
     imported = getattr(module, "__spec__", None) is not None and module.__name__ != "__main__"  # type: ignore[union-attr]
     if imported and file is not None and Path(file).suffix == ".py" and getattr(module, name, None) is reward:
         key = f"{file}:{name}"

@@ -4,25 +4,24 @@
                                                                             other baselines and scales
     w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
 
-N counts all trajectories of the optimiser step, also those of groups without a signal, unless the recipe has
-`grpo.count_zero_advantage_groups` off; sums are over all of them, on whichever rank they are. There is no loss mask:
-y_i are the tokens that the policy sampled, in all of the trajectory's trained contexts (`trained_contexts` of
-engine/protocol/trajectory.py). Each context is a sequence of its own here. |y_i| counts all turns and trained calls of
-trajectory i, also those that it took over from another sample; each sampled token is in one sequence, with the |y_i| of
-the sample that wrote it.
+N counts all trajectories of the optimiser step, including those of groups without a signal unless
+`grpo.count_zero_advantage_groups` is off; sums are over all of them, on all ranks. There is no loss mask: y_i are the
+tokens that the policy sampled, in all of the trajectory's trained contexts (`trained_contexts` of
+engine/protocol/trajectory.py). Each context is a separate sequence here. |y_i| counts all turns and trained calls of
+trajectory i, including those that it took over from another sample; each sampled token is in one sequence, with the
+|y_i| of the sample that wrote it.
 
 The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
-never reach the LM head. `pack` puts sequences of like length together. `pack_shared` computes common beginnings once.
-It makes a trie of token segments and takes, of all sets of shared segments, the cheapest, exactly, by dynamic
-programming:
+never reach the LM head. `pack` puts sequences of similar length together. `pack_shared` computes common prefixes once.
+It makes a trie of token segments and finds the cheapest set of shared segments, exactly, by dynamic programming:
 
     cost = tokens computed + MERGE_COST x rows below a shared segment, for each such segment above them
                            + NODE_COST x shared segments
 
-in units of one token's way through all layers. A shared segment saves its tokens for all but one of its members, and
-every row below it merges one part of attention more. Where no set is cheaper than sharing nothing, nothing is shared.
-Both constants were measured on a CPU with the demo's model, which is narrow: the wider a model, the less a merge is
-worth beside a token.
+in units of one token's computation in all layers. A shared segment saves its tokens for all but one of its members, and
+every row below it merges one more part of attention. If no set is cheaper than sharing nothing, nothing is shared. Both
+constants were measured on a CPU with the demo's model, which is narrow: the wider a model, the less a merge costs
+compared with a token.
 
 Axes: T packed tokens, R rows in the loss, H hidden, L tokens of a sequence, S sequences.
 """
@@ -54,7 +53,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LossNormalizer:
-    """Denominators of the weights of an optimiser step's tokens: its trajectories, and their sampled tokens."""
+    """Denominators of an optimiser step's token weights: numbers of its trajectories and of their sampled tokens."""
 
     trajectories: int
     tokens: int
@@ -62,21 +61,21 @@ class LossNormalizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One sequence to train on: its ids, and for the trained ones (at `positions`, each >= 1) what the loss needs."""
+    """One sequence to train on: its ids, and the loss's inputs for the trained ones (at `positions`, each >= 1)."""
 
     ids: list[int]
     positions: list[int]
     old_logprobs: list[float]
-    advantage: float | list[float]  # of each of its trained tokens, or one for all
-    weight: float  # of each of its trained tokens in the loss
-    importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
+    advantage: float | list[float]  # one per trained token, or one for all
+    weight: float  # of each trained token in the loss
+    importance: list[float] | None = None  # factors of the trained tokens' advantages; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
     context: int = 0  # its number among the trained contexts of its trajectory
-    stale: int = 0  # how many of its trained tokens, the first ones, earlier weights drew
+    stale: int = 0  # number of its first trained tokens that earlier weights sampled
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
-    """Return each reward's advantage, as the recipe has it. groups: the group of each reward."""
+    """Return the advantage of each reward, by the recipe's rule. groups: the group of each reward."""
     return advantages_by_group(
         rewards,
         groups,
@@ -102,10 +101,12 @@ def build_train_sequences(
     totals: LossNormalizer | None = None,
     version: int = 0,
 ) -> list[TrainSequence]:
-    """Return the sequences to train on, one for each trained context, with the weight of each of their tokens in the
-    loss. advantages: of each trajectory, or of each of its trained tokens, those of all its contexts in order. totals:
-    of the optimiser step; None: it has no others. version: the first whose weights are those that are to be trained
-    (`Segment`)."""
+    """Return the sequences to train on, one per trained context, with the weight of their tokens in the loss.
+
+    advantages: of each trajectory, or of each of its trained tokens, all contexts in order. totals: of the optimiser
+    step; None: it has no other trajectories. version: the first version with the weights that are to be trained
+    (`Segment`).
+    """
     totals = totals or normalizer_of(trajectories)
     weight_of = {
         "trajectory": lambda count: 1.0 / (totals.trajectories * count),
@@ -144,8 +145,8 @@ def build_train_sequences(
 class MicroBatch:
     """Sequences packed for one forward. rows_R points into the T packed tokens, at the token before each target.
 
-    tokens: of the sequences, of which T are computed: fewer where they share their beginnings. rounds: places among the
-    R rows, such that no row comes twice in a round; none where no row comes twice at all.
+    tokens: number of tokens of the sequences. Of these T are computed, fewer if sequences share prefixes. rounds:
+    indices of the R rows, such that no row occurs twice in a round; empty if no row occurs twice at all.
     """
 
     ids_T: torch.Tensor
@@ -153,11 +154,11 @@ class MicroBatch:
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     old_logprobs_R: torch.Tensor
-    advantages_R: torch.Tensor  # times the importance weight, where there is one
+    advantages_R: torch.Tensor  # times the importance weight, if there is one
     weights_R: torch.Tensor
-    sequence_R: torch.Tensor  # which of `members` the row is of
-    turn_R: torch.Tensor  # the number of its turn, a run of sampled tokens, in all of the micro-batch
-    fresh_R: torch.Tensor  # whether the weights that are trained drew it, and no earlier ones
+    sequence_R: torch.Tensor  # index of the row's sequence in `members`
+    turn_R: torch.Tensor  # number of its turn, a run of sampled tokens, within the micro-batch
+    fresh_R: torch.Tensor  # whether the weights that are trained sampled it, not earlier ones
     members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
     rounds: list[torch.Tensor] = field(default_factory=list)
@@ -167,7 +168,7 @@ class MicroBatch:
         return len(self.ids_T)
 
     def pick(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the rows in the loss, [R, H]; the gradient of a row that several sequences share
+        """Return the hidden states of the rows in the loss, [R, H]. The gradient of a row that several sequences share
         is their sum, in one order."""
         if not self.rounds:
             return hidden_TH.index_select(0, self.rows_R)
@@ -176,8 +177,7 @@ class MicroBatch:
 
 
 class _PickRounds(torch.autograd.Function):
-    """index_select whose backward adds a round after the other: index_add_ on CUDA adds up repeated rows in any
-    order."""
+    """index_select whose backward adds one round after another; index_add_ on CUDA adds repeated rows in any order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: torch.Tensor, rows_R: torch.Tensor, rounds: list[torch.Tensor]) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _PickRounds(torch.autograd.Function):
 
 
 class _Arrays(NamedTuple):
-    """A sequence to train on, as arrays: its ids [L], and of its trained tokens positions, log-probs and advantages."""
+    """A sequence to train on, as arrays: its ids [L], and positions, log-probs and advantages of its trained tokens."""
 
     ids_L: Ints
     positions_R: Ints
@@ -206,12 +206,12 @@ class _Arrays(NamedTuple):
 
     @property
     def fed_L(self) -> Ints:
-        """Its ids without the last, which predicts nothing that is trained."""
+        """Return the ids without the last, which predicts no trained token."""
         return self.ids_L[:-1]
 
 
 def _arrays(sequences: Sequence[TrainSequence]) -> dict[int, _Arrays]:
-    """Return the sequences that train something, by their numbers."""
+    """Return the sequences that have trained tokens, by their numbers."""
     return {
         n: _Arrays(
             np.array(one.ids, np.int64),
@@ -233,11 +233,10 @@ def pack(
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
 ) -> list[MicroBatch]:
-    """Sort by length and cut into micro-batches of at most `micro_batch_tokens` tokens, padding counted (or one
-    sequence).
+    """Sort by length and cut into micro-batches of at most `micro_batch_tokens` tokens with padding (or one sequence).
 
-    The last token of a sequence predicts nothing that is trained and is left out, as are sequences that train nothing.
-    attention: of `choose_attention`; None: `varlen_attention`, which runs everywhere.
+    The last token of a sequence predicts no trained token and is left out, as are sequences without trained tokens.
+    attention: from `choose_attention`; None: `varlen_attention`, which runs everywhere.
     """
     return _pack(_arrays(sequences), micro_batch_tokens, device, attention)
 
@@ -265,7 +264,7 @@ def _varlen_batch(
 
 
 def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> MicroBatch:
-    """Return a micro-batch of no sequence, whose forward and backward change nothing: its one row has the weight 0."""
+    """Return a micro-batch without sequences. Its forward and backward change nothing: its one row has the weight 0."""
     nothing = TrainSequence(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
     return replace(_varlen_batch(_arrays([nothing]), device, attention), members=[], tokens=0)
 
@@ -277,11 +276,11 @@ def pack_shared(
     attention: TrainingAttention | None = None,
     partial: AttentionWithLSE | ForestKernels | None = None,
 ) -> list[MicroBatch]:
-    """As `pack`, but common beginnings are packed once where that is worth it; the rest is packed by `pack`.
+    """Pack common prefixes once where that is cheaper, and the other sequences by `pack`.
 
-    Sequences that share lie together, and micro-batches of at most `micro_batch_tokens` computed tokens are cut between
-    such groups. A group that is larger is cut by members, its prefix repeated.
-    partial: of `choose_sharing`; None: the CPU's.
+    Sequences that share a prefix are adjacent, and micro-batches of at most `micro_batch_tokens` computed tokens are
+    cut between such groups. A larger group is cut by members, with its prefix repeated.
+    partial: from `choose_sharing`; None: the CPU's.
     """
     arrays = _arrays(sequences)
     order = in_order({n: one.fed_L for n, one in arrays.items()})
@@ -341,13 +340,13 @@ def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Va
 
 
 def _turns(positions: Sequence[Ints]) -> Ints:
-    """Return the number of each row's turn: one begins with a sequence, and behind a token that was not sampled."""
+    """Return the number of each row's turn. A turn begins with a sequence, and after a token that was not sampled."""
     begins = [np.diff(one, prepend=one[:1] - 2) != 1 for one in positions]
     return np.cumsum(np.concatenate(begins)) - 1
 
 
 def _rounds(rows_R: Ints) -> list[Ints]:
-    """Return the places of rows by how often their row came before; none if none comes twice."""
+    """Return the indices of rows by how often the same row occurred before; none if no row occurs twice."""
     order_R = np.argsort(rows_R, kind="stable")
     ordered_R = rows_R[order_R]
     first_R = np.searchsorted(ordered_R, ordered_R)  # of each run of equal rows
@@ -357,14 +356,14 @@ def _rounds(rows_R: Ints) -> list[Ints]:
     return [np.flatnonzero(before_R == number) for number in range(rounds)] if rounds > 1 else []
 
 
-# --- What sequences have in common at their beginnings
+# --- Common prefixes of sequences
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedIds:
-    """Sequences in the order of their ids, so that neighbours share the most and a group lies together.
+    """Sequences sorted by their ids, so that neighbours share the longest prefixes and a group is contiguous.
 
-    common: of each but the last, the tokens of the longest beginning that it shares with the next.
+    common: for each but the last, the length of the longest common prefix with the next.
     """
 
     sequences: list[Ints]
@@ -372,7 +371,7 @@ class OrderedIds:
 
     @classmethod
     def of(cls, sequences: Sequence[Ints]) -> "OrderedIds":
-        """Of sequences that are in order already (`in_order`)."""
+        """Return the `OrderedIds` of sequences that are sorted already (`in_order`)."""
         return cls(list(sequences), [common_length(a, b) for a, b in pairwise(sequences)])
 
     def __len__(self) -> int:
@@ -385,10 +384,10 @@ class OrderedIds:
 
 @dataclass(slots=True)
 class Branching:
-    """Members [start, stop) of the order have their first `length` tokens in common, and no more.
+    """Members [start, stop) of the order, whose longest common prefix has `length` tokens.
 
-    below: the branchings within it, in order. shared: whether its tokens, from the shared branching above it on, are a
-    segment of their own.
+    below: the branchings within it, in order. shared: whether its tokens, from the shared branching above it on, form a
+    separate segment.
     """
 
     length: int
@@ -400,10 +399,10 @@ class Branching:
 
 @dataclass(slots=True)
 class PrefixTrie:
-    """Segments in preorder: the sequence that each was taken from, its begin and end there, lengths, parents (-1: a
-    root).
+    """Segments in preorder: (sequence that it was taken from, begin, end) of each, lengths, parents (-1: a root).
 
-    pieces[m]: of the m-th sequence, (position, row) where each of its segments begins. tokens: of all segments.
+    pieces[m]: (position, row) at which each segment of the m-th sequence begins. tokens: number of tokens of all
+    segments.
     """
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
@@ -413,18 +412,18 @@ class PrefixTrie:
     tokens: int = 0
 
     def ids(self, ordered: OrderedIds) -> Ints:
-        """Return the segments' token ids, one behind the other."""
+        """Return the segments' token ids, concatenated."""
         return np.concatenate([ordered.sequences[member][begin:end] for member, begin, end in self.segments])
 
     def rows(self, member: int, positions: Ints) -> Ints:
-        """Return where these positions of a sequence lie."""
+        """Return the rows of these positions of a sequence."""
         begin, row = np.array(self.pieces[member], np.int64).T
         piece = np.searchsorted(begin, positions, "right") - 1
         rows: Ints = row[piece] + positions - begin[piece]
         return rows
 
     def add(self, member: int, begin: int, end: int, parent: int, members: range) -> int:
-        """Add a segment of `members`; returns its number."""
+        """Add a segment of `members`; return its number."""
         for each in members:
             self.pieces[each].append((begin, self.tokens))
         self.segments.append((member, begin, end))
@@ -435,23 +434,23 @@ class PrefixTrie:
 
 
 def in_order(sequences: dict[int, Ints]) -> list[int]:
-    """Return the numbers of the sequences in the order of their ids, equal ones in their own."""
-    # Bytes, the highest first, have the order of the ids from 0 to 2^32 - 1, and are compared at once.
+    """Return the numbers of the sequences in the order of their ids, and of the numbers for equal ids."""
+    # Big-endian bytes have the order of the ids from 0 to 2^32 - 1, and are compared at once.
     return sorted(sequences, key=lambda n: (sequences[n].astype(">u4").tobytes(), n))
 
 
 def shared_groups(ordered: OrderedIds) -> list[range]:
-    """Return the runs of sequences that share something worth it; each is a tree of `build_trie`."""
+    """Return the runs of sequences with a prefix worth sharing; each is a tree of `build_trie`."""
     return [range(top.start, top.stop) for top in _tops(ordered)]
 
 
 def cut_group(ordered: OrderedIds, budget: int) -> list[range]:
-    """Cut a group into runs whose tries have at most `budget` tokens (or one member), each with the prefix that it
-    needs. A run that could go on ends behind its middle, where neighbours share the least."""
+    """Cut a group into runs whose tries have at most `budget` tokens (or one member), prefix included. A run before the
+    last ends in its second half, where neighbours share the least."""
     cuts: list[range] = []
     start = 0
     while start < len(ordered):
-        sizes = [len(ordered.sequences[start])]  # with the first so many members; at most what is computed
+        sizes = [len(ordered.sequences[start])]  # for the first 1, 2, .. members; at most the tokens computed
         for after, shared in zip(ordered.sequences[start + 1 :], ordered.common[start:], strict=True):
             sizes.append(sizes[-1] + len(after) - shared)
             if sizes[-1] > budget:
@@ -460,12 +459,12 @@ def cut_group(ordered: OrderedIds, budget: int) -> list[range]:
         while fits > 1 and build_trie(ordered.run(start, start + fits)).tokens > budget:
             fits -= 1
         if start + fits < len(ordered):
-            cuts_at = ordered.common[start:]  # at n - 1: of the last of n members and the one behind it
+            cuts_at = ordered.common[start:]  # at n - 1: of the last of n members and the next one
             late = [n for n in range(1, fits) if 2 * sizes[n - 1] >= sizes[fits - 1]]
             for n in sorted(late, key=lambda n: (cuts_at[n - 1], -n)):
                 if cuts_at[n - 1] >= cuts_at[fits - 1]:
                     break
-                # Of fewer members less may be worth sharing, so that they are more tokens.
+                # For fewer members less may be worth sharing, so that they have more tokens.
                 if build_trie(ordered.run(start, start + n)).tokens <= budget:
                     fits = n
                     break
@@ -475,9 +474,9 @@ def cut_group(ordered: OrderedIds, budget: int) -> list[range]:
 
 
 def group_tokens(prompt: int, own: int, members: int) -> int:
-    """The most tokens that are computed of a group whose members begin with at most `prompt` tokens in common, the same
-    for all, and go on with `own` others each: the whole prompt once, or a prompt that is not quite worth sharing for
-    each of them."""
+    """Return the largest number of tokens computed for a group. Its members begin with the same at most `prompt` common
+    tokens, and continue with `own` others each. Computed is the whole prompt once, or, for each of them, a prompt that
+    is just not worth sharing."""
     if members == 1:
         return prompt + own
     apart = min(prompt, int(_price(members * own) / (members - 1)))
@@ -485,13 +484,12 @@ def group_tokens(prompt: int, own: int, members: int) -> int:
 
 
 def worth_sharing(prompt: int, own: int, members: int) -> bool:
-    """Return whether the whole prompt of a group of `members`, with `own` tokens each behind it, is a segment of its
-    own."""
+    """Return whether the prompt of a group of `members`, with `own` tokens each after it, is a separate segment."""
     return (members - 1) * prompt > _price(members * own)
 
 
 def build_trie(ordered: OrderedIds) -> PrefixTrie:
-    """Return the trie of sequences, none empty. What is not worth sharing is there for each."""
+    """Return the trie of sequences, none empty. Prefixes that are not worth sharing are repeated for each sequence."""
     trie = PrefixTrie(pieces=[[] for _ in ordered.sequences])
     tops = {top.start: top for top in _tops(ordered)}
     at = 0
@@ -506,7 +504,7 @@ def build_trie(ordered: OrderedIds) -> PrefixTrie:
 
 
 def common_length(a: Ints, b: Ints) -> int:
-    """Return the number of tokens of the longest common beginning."""
+    """Return the length of the longest common prefix."""
     least = min(len(a), len(b))
     differs = a[:least] != b[:least]
     at = int(differs.argmax()) if least else 0
@@ -514,7 +512,8 @@ def common_length(a: Ints, b: Ints) -> int:
 
 
 def _grow(trie: PrefixTrie, ordered: OrderedIds, top: Branching) -> None:
-    """Add the segments of a shared branching and of all below it. A stack, for a chain of prefixes may be long."""
+    """Add the segments of a shared branching and of all below it. It uses a stack, because a chain of prefixes may be
+    long."""
     todo: list[tuple[Branching | int, int, int]] = [(top, 0, -1)]  # a branching or one member, tokens above, parent
     while todo:
         node, depth, parent = todo.pop()
@@ -540,7 +539,7 @@ def _children(node: Branching) -> Iterator[Branching | int]:
 
 
 def _tops(ordered: OrderedIds) -> list[Branching]:
-    """The uppermost shared branchings."""
+    """Return the uppermost shared branchings."""
     tops: list[Branching] = []
     for tree in _branchings(ordered):
         _choose(tree, ordered)
@@ -555,8 +554,8 @@ def _tops(ordered: OrderedIds) -> list[Branching]:
 
 
 def _branchings(ordered: OrderedIds) -> list[Branching]:
-    """All branchings of sequences in order, as trees: an interval of equal beginnings each (Abouelhoda et al. 2004,
-    "Replacing suffix trees with enhanced suffix arrays", algorithm 4.4)."""
+    """Return all branchings of sorted sequences, as trees. Each is an interval of equal prefixes (Abouelhoda et al.
+    2004, "Replacing suffix trees with enhanced suffix arrays", algorithm 4.4)."""
     trees: list[Branching] = []
     stack: list[Branching] = []  # open, lengths ascending
     for place, length in enumerate([*ordered.common, 0]):
@@ -578,34 +577,34 @@ def _branchings(ordered: OrderedIds) -> list[Branching]:
 
 
 def _price(rows: int) -> float:
-    """Return the cost of a shared segment beside its tokens, with `rows` rows below it."""
+    """Return the cost of a shared segment in addition to its tokens, with `rows` rows below it."""
     return NODE_COST + MERGE_COST * rows
 
 
 def _choose(tree: Branching, ordered: OrderedIds) -> None:
     """Mark the branchings of a tree whose sharing costs least."""
     lengths = [len(ids) for ids in ordered.sequences]
-    above: list[tuple[Branching, list[int]]] = []  # from the root on, with the depths at which it may begin
+    above: list[tuple[Branching, list[int]]] = []  # from the root on, each with the depths at which it may begin
     todo: list[tuple[Branching, list[int]]] = [(tree, [0])]
     while todo:
         node, depths = todo.pop()
         above.append((node, depths))
         todo.extend((child, [*depths, node.length]) for child in node.below)
-    costs: dict[int, list[float]] = {}  # of a branching, by the depth at which it begins: the least
-    cheaper: dict[int, list[bool]] = {}  # and whether sharing it is
+    costs: dict[int, list[float]] = {}  # lowest cost of a branching, by the depth at which it begins
+    cheaper: dict[int, list[bool]] = {}  # and whether sharing it is cheaper
     for node, depths in reversed(above):
         singles = [lengths[child] for child in _children(node) if isinstance(child, int)]
         rows = sum(lengths[n] - node.length for n in range(node.start, node.stop))
 
         def split(depth: int, at: int, node: Branching = node, singles: list[int] = singles) -> float:
-            """Its parts by themselves, each from `depth` on, the depth numbered `at`."""
+            """Return the cost of its separate parts, each from `depth` on, the depth numbered `at`."""
             return sum(singles) - len(singles) * depth + sum(costs[id(child)][at] for child in node.below)
 
         once = node.length + _price(rows) + split(node.length, len(depths))
         apart = [split(depth, at) for at, depth in enumerate(depths)]
         costs[id(node)] = [min(once - depth, cost) for depth, cost in zip(depths, apart, strict=True)]
         cheaper[id(node)] = [once - depth < cost for depth, cost in zip(depths, apart, strict=True)]
-    chosen: list[tuple[Branching, int, int]] = [(tree, 0, 1)]  # with the depth at which it begins, and how many it has
+    chosen: list[tuple[Branching, int, int]] = [(tree, 0, 1)]  # with its depth's number, and how many depths it has
     while chosen:
         node, at, count = chosen.pop()
         node.shared = cheaper[id(node)][at]

@@ -1,4 +1,4 @@
-"""What the progress line of a training run says."""
+"""The progress line of a training run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from thresher.engine.training.train import Progress
 
 
 def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progress], None]:
-    """Return what `train` reports to, printing to `line`. out: the run's folder."""
+    """Return the function that `train` reports to, which prints to `line`. out: the run's folder."""
     evals: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []
     verdict = ""
@@ -43,7 +43,7 @@ def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progre
             gap = f"log-prob gap {record['logprob_gap_max']:.0e}"
         gap += f"  staleness {record['staleness_mean']:.1f}" if "staleness_mean" in record else ""
         records.append(record)
-        # Of thousands of steps not each: the more there are, the longer it takes.
+        # Not at every step of thousands: the more there are, the longer it takes.
         if progress.step % (1 + len(records) // 1000) == 0:
             found = findings(records, recipe.rollout.questions_per_step)
             verdict = f"  unhealthy: {short_verdict(found)}" if found else ""

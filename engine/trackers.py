@@ -1,6 +1,6 @@
 """Trackers of a run (TensorBoard, Weights & Biases, trackio), each in a process that follows metrics.jsonl.
 
-    python -P trackers.py NAME RUN STEP      STEP: that of the checkpoint from which the run goes on; -1: it begins
+    python -P trackers.py NAME RUN STEP      STEP: that of the checkpoint from which the run resumes; -1: it begins
 
 The process reads records from the file, so the run sends it nothing, and waits for it only at its end, for up to LINGER
 seconds. A tracker's output goes to RUN/sinks/NAME.log; a failure is printed once. The process ends when its standard
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 LINGER = 30.0  # seconds that all trackers together have at the end to send the rest
-POLL = 1.0  # seconds between two looks at the file
-Position = tuple[int, int]  # of a record: its step, and 1 for an evaluation, which stands behind the step's own
+POLL = 1.0  # seconds between two reads of the file
+Position = tuple[int, int]  # of a record: its step, and 1 for an evaluation, which follows the step's own
 
 
 # In the run's process
@@ -40,7 +40,7 @@ Position = tuple[int, int]  # of a record: its step, and 1 for an evaluation, wh
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError for a tracker that is not installed."""
-    from thresher.common.errors import UserError  # here and below, for a tracker's process starts without it
+    from thresher.common.errors import UserError  # here and below, because a tracker's process starts without it
 
     for name in names:
         spec = find_spec(name)
@@ -88,7 +88,7 @@ class _TrackerProcess:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C is the run's
+                start_new_session=True,  # Ctrl-C goes to the run only
             )
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -227,7 +227,7 @@ def follow(name: str, run: Path, step: int) -> None:
         if ended:
             break
         if select.select([sys.stdin], [], [], POLL)[0]:
-            done = sys.stdin.read().strip() == "done"  # to its end, so the run has written all that it will
+            done = sys.stdin.read().strip() == "done"  # read to its end, so the run has written all its records
             ended = True
     tracker.close(done)
 

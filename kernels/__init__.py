@@ -1,15 +1,15 @@
-"""Computations on tensors: loss, log-probs, attention, sampling, the parts of a layer. Each file begins with its maths.
+"""Computations on tensors: loss, log-probs, attention, sampling, layer operations. Each file begins with its maths.
 
-New files: a function of tensors with a reference to be held to. No file here imports from another room.
+A new file has a function of tensors and a reference to compare it with. No file here imports from another room.
 
-    loss.py        GRPO's loss, whole: where to begin; objective.py: its part after the vocabulary, and KL
-    logprob.py     the head's forward alone; operands.py: what is refused, and the three products with the head
-    head_triton.py, coefficients_triton.py    the same two stages in Triton, and the choice of who computes the first
+    loss.py        the whole GRPO loss, the file to begin with; objective.py: its part after the vocabulary, and KL
+    logprob.py     the head's forward alone; operands.py: checks of the operands, and the three products with the head
+    head_triton.py, coefficients_triton.py    the same two stages in Triton
     layers.py      norms, rotation, gate; in Triton each is one kernel
-    sampling.py    hidden states to a token; noise.py: the noise of a token; sampling_triton.py: on a GPU
-    delta/         the gated delta rule, linear attention with a state: by chunks, and token by token
-    attention/     whole sequences for training, new tokens against the KV cache for generation; backends/: by libraries
-    registry.py    finds every *_triton.py, and what each is compiled for (docs/add/kernel.md adds one)
+    sampling.py    from hidden states to tokens; noise.py: the noise of a token; sampling_triton.py: sampling on a GPU
+    delta/         the gated delta rule, linear attention with a state: in chunks, and token by token
+    attention/     whole sequences for training, new tokens against the KV cache for generation; backends/: libraries
+    registry.py    finds every *_triton.py and what it is compiled for (docs/add/kernel.md describes how to add one)
 """
 
 from thresher.kernels.delta import gated_delta

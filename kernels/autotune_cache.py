@@ -1,4 +1,4 @@
-"""Measured tilings of the head's kernel: which one a head is computed with, and the file that stores it.
+"""Measured tilings of the head's kernel: the choice of a tiling for a head, and the file that stores it.
 
 With THRESHER_AUTOTUNE=1 the first call of each head shape times the candidates with that call's rows, prints the
 times, and stores the fastest in tiling-GPU.json of the folder THRESHER_TILINGS (default: bench/results). A stored
@@ -34,8 +34,8 @@ POINTERS = (
     Tiling(rows=128, columns=256, width=32, num_warps=8, num_stages=4),
     Tiling(rows=128, columns=64, width=32, num_warps=4, num_stages=4),
 )
-# With 128 registers two blocks share a multiprocessor of sm_80, and the one's epilogue runs beside the other's product.
-# What does not fit is spilled after the loop over H, never in it.
+# With 128 registers two blocks share a multiprocessor of sm_80, and the epilogue of one overlaps the product of the
+# other. Registers spill only after the loop over H, never in it.
 BEFORE_HOPPER = (Tiling(rows=128, columns=128, width=32, num_warps=8, num_stages=4, maxnreg=128),)
 
 
@@ -48,14 +48,13 @@ _measured: dict[tuple[str, ...], Tiling] = {}
 
 
 def wants_measuring(lm_head_VH: Tensor) -> bool:
-    """Return whether to time the candidates for this head: asked for, on a GPU, in bfloat16, and not done yet."""
+    """Return whether to time the candidates for this head: requested, on a GPU, in bfloat16, and not done yet."""
     asked = os.environ.get(AUTOTUNE) == "1" and lm_head_VH.is_cuda and lm_head_VH.dtype == torch.bfloat16
     return asked and _key(lm_head_VH) not in _measured
 
 
 def tiling_for(lm_head_VH: Tensor) -> Tiling:
-    """Return the tiling measured for this head in this process, else the one stored for it, else that of
-    `choose_tiling`."""
+    """Return the tiling measured for this head in this process, else the stored one, else that of `choose_tiling`."""
     if not lm_head_VH.is_cuda or lm_head_VH.dtype != torch.bfloat16:
         return choose_tiling(lm_head_VH)
     key = _key(lm_head_VH)
@@ -64,8 +63,9 @@ def tiling_for(lm_head_VH: Tensor) -> Tiling:
 
 
 def record(lm_head_VH: Tensor, rows: int, times: Mapping[Tiling, float]) -> Path:
-    """Use the fastest of `times` (milliseconds, of chunks of `rows` rows) for this head from now on, and store it in
-    the place of an earlier one for the same key. Returns the file's path; the file is there whole or not at all."""
+    """Use the fastest of `times` (milliseconds, of chunks of `rows` rows) for this head from now on, and store it.
+
+    It replaces an earlier one for the same key. Returns the file's path; the file is replaced atomically."""
     key = _key(lm_head_VH)
     best = min(times, key=times.__getitem__)
     _measured[key] = best
@@ -90,8 +90,9 @@ def winners_path(gpu: str) -> Path:
 
 @cache
 def read_winners(path: Path) -> dict[tuple[str, ...], Tiling]:
-    """Return the file's tilings by key; none where there is no file. Raises ValueError for a file that is something
-    else. A tiling of the persistent kernel, which earlier versions had, is left out."""
+    """Return the file's tilings by key; none if there is no file. Raises ValueError for any other content.
+
+    Tilings of the persistent kernel, which earlier versions had, are left out."""
     try:
         chosen = {_row_key(row): dict(row["tiling"]) for row in _rows(path)}
         return {key: Tiling(**tiling) for key, tiling in chosen.items() if not tiling.pop("persistent", False)}

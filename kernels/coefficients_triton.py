@@ -1,11 +1,11 @@
-"""objective.py's `logit_coefficients` in Triton: a row's coefficient, applied to its exps.
+"""`logit_coefficients` of objective.py in Triton: a row's coefficient, applied to its exps.
 
     p_v = e_v / S, S = e^log_normaliser                                        the exps of head_triton.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 
-Without an entropy bonus the exps become their own gradient by one store at the target, e_y - S = S (p_y - 1), and the
-factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
+Without an entropy bonus, one store at the target, e_y - S = S (p_y - 1), turns the exps into their own gradient, and
+the factor -c / S is applied to the matmuls' narrow operands. With one, each exp is rewritten.
 
 Axes: R rows of a chunk, V vocabulary (docs/notation.md).
 """
@@ -41,7 +41,7 @@ def _clamp(x, low, high):
 
 @triton.jit
 def _expm1(x):
-    """e^x - 1 without the cancellation near 0: eight terms of its series up to |x| = .35."""
+    """Compute e^x - 1 without cancellation near 0: eight terms of its series up to |x| = .35."""
     near = _clamp(x, -0.35, 0.35)
     series = 1.0 + near / 8.0
     for k in tl.static_range(7, 1, -1):
@@ -54,12 +54,12 @@ def _coefficients_kernel(
     logprobs_ptr,  # [R] fp32
     log_normaliser_ptr,  # [R] fp32
     targets_ptr,  # [R] int64
-    old_ptr,  # [R] fp32, read where HAS_OLD
+    old_ptr,  # [R] fp32, read if HAS_OLD
     advantages_ptr,  # [R] fp32
     weights_ptr,  # [R] fp32
-    ref_ptr,  # [R] fp32, read where KL is an estimator
+    ref_ptr,  # [R] fp32, read if KL is an estimator
     exps_ptr,  # [R, V] bf16 or fp32, columns padded: the target's is overwritten, unless ENTROPY
-    factors_ptr,  # [R] fp32, written: -c / S, or c where ENTROPY
+    factors_ptr,  # [R] fp32, written: -c / S, or c if ENTROPY
     count,  # R
     exps_stride_r,
     low,  # 1 - clip_low
@@ -116,7 +116,7 @@ def _entropy_kernel(
     targets_ptr,  # [R] int64
     exps_stride_r,
     coefficient,  # entropy_coef / temperature
-    STORED: tl.constexpr,  # columns, with those that do not exist and hold e = 0
+    STORED: tl.constexpr,  # columns, including the padding, where e = 0
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -131,7 +131,7 @@ def _entropy_kernel(
         column = start + tl.arange(0, COLUMNS)
         ptrs = exps_ptr + row * exps_stride_r + column
         e = tl.load(ptrs, mask=column < STORED, other=0.0).to(tl.float32)
-        # A probability that was rounded to 0 contributes 0, not 0 times infinity.
+        # A probability that is rounded to 0 contributes 0, not 0 times infinity.
         logp = tl.log(tl.where(e > 0, e, 1.0)) - log_normaliser
         dz = tl.exp(logp) * (on_probs + on_plogp * logp)
         dz = tl.where(e > 0, dz, 0.0)
@@ -142,7 +142,7 @@ def _entropy_kernel(
 class TritonLoss(TritonHead):
     """TritonHead, and the gradient of the loss by its logits: LossBackend of objective.py.
 
-    columns: how many of the gradient are handed out, V or, padded with zeros, up to `stored_columns(V)`; None: V.
+    columns: how many the returned gradient has, V or, padded with zeros, up to `stored_columns(V)`; None: V.
     """
 
     def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int, columns: int | None = None) -> None:
@@ -171,11 +171,11 @@ class TritonLoss(TritonHead):
         return LogitGradient(logprobs_R, entropy_R, exps.exps_RV[:, : self.columns], None)
 
     def _coefficients(self, logprobs_R: Tensor, exps: Exps, part: LossRows) -> Tensor:
-        """The factor of each row; without an entropy bonus the exps become their own gradient."""
+        """Return the factor of each row; without an entropy bonus, turn the exps into their own gradient."""
         settings, old_R, advantages_R = self.settings, part.old_R, part.advantages_R
         estimator = settings.gradient_estimator
         if settings.surrogate != "clip" or part.slopes_R is not None:
-            # A row's coefficient by torch, a few small launches a chunk; the kernel applies it, as that of -A log pi.
+            # torch computes the coefficients, a few small launches per chunk; the kernel applies them as -A log pi's.
             advantages_R, old_R, estimator = -target_coefficients(logprobs_R, part, settings), None, "none"
         factor_R = torch.empty_like(logprobs_R)
         _coefficients_kernel[(triton.cdiv(len(factor_R), ROWS),)](
@@ -204,7 +204,7 @@ class TritonLoss(TritonHead):
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The coefficients of each KL gradient, and the entropy's pass, for bfloat16 exps of Qwen2.5's vocabulary."""
+    """Return a specialisation per KL gradient and the entropy's pass, for bfloat16 exps of Qwen2.5's vocabulary."""
     pointers = ("logprobs", "log_normaliser", "targets", "old", "advantages", "weights", "ref", "exps", "factors")
     types = {"targets": "*i64", "exps": "*bf16"}
     signature = {f"{name}_ptr": types.get(name, "*fp32") for name in pointers} | {

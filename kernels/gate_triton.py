@@ -1,4 +1,4 @@
-"""layers.py's `silu_gate` in Triton, forward and backward.
+"""`silu_gate` of layers.py in Triton, forward and backward.
 
     y = silu(g) u,  silu(g) = g sigma(g),  sigma(g) = 1 / (1 + e^-g)        g, u: halves of a row (Shazeer 2020)
     dg = dy u sigma(g) (1 + g (1 - sigma(g))),  du = dy silu(g)
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from thresher.kernels.operands import check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
-COLUMNS = 1024  # of a program, which has one row's: a vector of 16 bytes a thread in bfloat16
+COLUMNS = 1024  # of a program, all of one row: a vector of 16 bytes per thread in bfloat16
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _silu_gate_kernel(
     INNER: tl.constexpr,  # I
     COLUMNS: tl.constexpr,
 ):
-    # Neighbouring programs take neighbouring parts of a row, and go on with the next row.
+    # Neighbouring programs have neighbouring parts of a row, followed by those of the next row.
     row = (tl.program_id(0) // tl.cdiv(INNER, COLUMNS)).to(tl.int64)
     column = tl.program_id(0) % tl.cdiv(INNER, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < INNER
@@ -47,7 +47,7 @@ def _silu_gate_kernel(
 def _silu_gate_backward_kernel(
     gate_up_ptr,  # [T, 2 I] bf16 or fp32, dense
     grad_y_ptr,  # [T, I] the same
-    grad_ptr,  # [T, 2 I] the same, written: dg and du side by side
+    grad_ptr,  # [T, 2 I] the same, written: dg and du concatenated
     INNER: tl.constexpr,  # I
     COLUMNS: tl.constexpr,
 ):
@@ -66,9 +66,9 @@ def _silu_gate_backward_kernel(
 
 
 def fused_silu_gate(gate_up_T2I: Tensor) -> Tensor:
-    """`[T, 2I]` -> `[T, I]`: silu of the first half times the second, differentiable once.
+    """Compute silu of the first half times the second, `[T, 2I]` -> `[T, I]`, differentiable once.
 
-    bfloat16 or float32, on a GPU (or interpreted, on a CPU). Raises ValueError for others.
+    bfloat16 or float32, on a GPU (or interpreted, on a CPU). Raises ValueError for other inputs.
     """
     check_dtype("gate_up_T2I", gate_up_T2I)
     if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not gate_up_T2I.shape[1]:
@@ -104,7 +104,7 @@ class _SiluGate(torch.autograd.Function):
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The inner widths of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, the first in float32, too."""
+    """Return the inner widths of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, and the first also in float32."""
     shapes = [("*bf16", inner) for inner in (4864, 8960, 11_008, 18_944)] + [("*fp32", 4864)]
     forward, backward = ("gate_up_ptr", "y_ptr"), ("gate_up_ptr", "grad_y_ptr", "grad_ptr")
     return tuple(

@@ -1,15 +1,15 @@
 """LM head, log-prob and entropy in Triton: a matmul whose logits never reach memory.
 
-    z = x W^T / (temperature ln 2): logits counted in powers of two, so that e^logit = 2^z is one instruction.
-    A tile of [rows, columns] of x W^T leaves behind, for each row, m = max z,  s = sum 2^(z - m),
-    u = sum 2^(z - m) (z - m),  and y = z_y - m where the target's column is its own.
+    z = x W^T / (temperature ln 2): logits in units of ln 2, so that e^logit = 2^z is one instruction.
+    A tile of [rows, columns] of x W^T stores, for each row, m = max z,  s = sum 2^(z - m),
+    u = sum 2^(z - m) (z - m),  and y = z_y - m if it contains the target's column.
     M = max m,  S = sum 2^(m - M) s,  U = sum 2^(m - M) (u + (m - M) s)        over the row's tiles, in a fixed order
     logp = ln 2 (y + m_y - M - log2 S),  H = ln 2 (log2 S - U / S)             m_y: the maximum of the target's tile
     e_v = 2^(z_v - offset), for the loss: p_v = e_v / sum e                    stored in the operands' dtype
 
-The offset has to lie near log2(sum 2^z). It is guessed from the old log-prob; where the guess is more than `SLACK` off,
+The offset has to be near log2(sum 2^z). It is guessed from the old log-prob; if the guess is more than `SLACK` off,
 the row's tiles are computed again with the true one. z - m is one fused multiply-add, and every sum is relative to the
-stored m, so what rounding m lost cancels. Columns up to the next multiple of COLUMN_MULTIPLE are stored with e = 0.
+stored m, so the rounding error of m cancels. Columns up to the next multiple of COLUMN_MULTIPLE are stored with e = 0.
 One binary serves loss and log-prob, so that equal rows give equal bits. float16 and float64: the torch backend.
 
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
@@ -38,7 +38,7 @@ SLACK = 30.0  # nats, 13 decades; bfloat16 and float32 have 38 on either side of
 REDUCE_ROWS, REDUCE_TILES = 16, 64
 _LN2 = tl.constexpr(math.log(2.0))
 
-# A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
+# A length must not cause a recompilation, neither by its value nor by the alignment of a slice of that length.
 LENGTHS, NARROW = ["count", "store", "parts_stride"], ["targets_ptr", "offsets_ptr", "below_target_ptr"]
 REDUCE_NARROW = [
     f"{name}_ptr" for name in ("targets", "below_target", "offsets", "again", "logprobs", "entropy", "log_normaliser")
@@ -47,7 +47,7 @@ REDUCE_NARROW = [
 
 @triton.jit
 def _exp2(x, INTERPRETED: tl.constexpr):
-    """2^x; 0 where that is under 2^-126, which spares three instructions around the one that computes it."""
+    """Compute 2^x, with 0 for results under 2^-126, which saves three instructions around the one that computes it."""
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -69,7 +69,7 @@ def _logits(
     WIDTH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile of x W^T, fp32. What lies outside is read as the last that lies inside: no masks in the loop."""
+    """Compute one tile of x W^T, fp32. Indices out of range are clamped, so the loop needs no masks."""
     row = tl.minimum(row_tile * ROWS + tl.arange(0, ROWS), count - 1).to(tl.int64)
     column = tl.minimum(column_tile * COLUMNS + tl.arange(0, COLUMNS), V - 1).to(tl.int64)
     depth = tl.arange(0, WIDTH)
@@ -93,7 +93,7 @@ def _logits(
 
 @triton.jit
 def _store_exps(exps_ptr, e, row, column, present, exps_stride_r, V: tl.constexpr):
-    # The mask is one for every eight columns, or the stores would be of single numbers.
+    # The mask is constant over eight columns; otherwise the stores would be of single numbers.
     exps = exps_ptr + row.to(tl.int64)[:, None] * exps_stride_r + column[None, :]
     stored = column < (V + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
     tl.store(exps, e.to(exps_ptr.dtype.element_ty), mask=present[:, None] & stored[None, :])
@@ -117,14 +117,14 @@ def _leave_columns(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """(s, u) of the columns from `first` on; stores their exps, and y where a target is among them."""
+    """Return (s, u) of the columns from `first` on; store their exps, and y of the targets among them."""
     lane = tl.arange(0, COLUMNS)
     below = tl.fma(logits, scale, -m[:, None])
     if first + COLUMNS > V:
-        tl.debug_barrier()  # keeps this a branch, which one tile of a row takes, and no select in all of them
-        below = tl.where((lane < V - first)[None, :], below, -1000.0)  # 2^-1000 is 0, and 0 times -1000 is
+        tl.debug_barrier()  # keeps this a branch, which one tile of a row takes, instead of a select in all of them
+        below = tl.where((lane < V - first)[None, :], below, -1000.0)  # 2^-1000 is 0, and so is 0 times -1000
     here = (target >= first) & (target < first + COLUMNS)
-    # Few blocks of columns hold any row's target.
+    # Few blocks of columns contain a target.
     if tl.max(here.to(tl.int32), 0) > 0:
         y = tl.sum(tl.where(lane[None, :] == (target - first)[:, None], below, 0.0), 1)
         tl.store(below_target_ptr + row, y, mask=here)
@@ -138,7 +138,7 @@ def _leave_columns(
 
 @triton.jit
 def _halves(tile):
-    """A tile's left and right columns: a thread works on one half at a time, and keeps the other's logits only."""
+    """Split a tile into left and right columns; a thread processes one half, and keeps only logits of the other."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))
@@ -164,8 +164,9 @@ def leave_tile(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store the partial results of a tile of x W^T. Columns beyond V may hold anything that is no larger than the row's
-    rest."""
+    """Store the partial results of a tile of x W^T.
+
+    Columns beyond V may have any value that does not exceed the row's maximum over the other columns."""
     row = row_tile * ROWS + tl.arange(0, ROWS)
     first = column_tile * COLUMNS
     present = row < count
@@ -202,10 +203,10 @@ def _head_kernel(
     rows_ptr,  # [R, H] bf16 or fp32, dense
     head_ptr,  # [V, H] the same
     targets_ptr,  # [R] int64
-    offsets_ptr,  # [R] fp32, read where store
+    offsets_ptr,  # [R] fp32, read if store
     below_target_ptr,  # [R] fp32: y
     parts_ptr,  # [3, column tiles, R] fp32: m, s, u
-    exps_ptr,  # [R, V] the rows' dtype, columns padded; written where store
+    exps_ptr,  # [R, V] the rows' dtype, columns padded; written if store
     count,  # R
     store,  # 0 or 1
     parts_stride,  # column tiles x R
@@ -220,7 +221,7 @@ def _head_kernel(
     WIDTH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # Neighbouring programs share their columns: the head streams through once, the chunk's rows stay in the cache.
+    # Neighbouring programs share their columns: the head is read once, the chunk's rows stay in the cache.
     row_tiles = tl.cdiv(count, ROWS)
     row_tile = tl.program_id(0) % row_tiles
     column_tile = tl.program_id(0) // row_tiles
@@ -273,11 +274,11 @@ def _reduce_kernel(
     parts_ptr,  # [3, tiles, R] fp32
     targets_ptr,  # [R] int64
     below_target_ptr,  # [R] fp32
-    offsets_ptr,  # [R] fp32: read, and corrected where it was off; where store
-    again_ptr,  # [tiles of AGAIN_ROWS rows] int32: set to 1 where an offset was corrected
+    offsets_ptr,  # [R] fp32: read, and corrected if it was off; if store
+    again_ptr,  # [tiles of AGAIN_ROWS rows] int32: set to 1 if an offset was corrected
     logprobs_ptr,  # [R] fp32
     entropy_ptr,  # [R] fp32
-    log_normaliser_ptr,  # [R] fp32: log(sum e), written where store
+    log_normaliser_ptr,  # [R] fp32: log(sum e), written if store
     count,  # R
     tiles,
     store,  # 0 or 1
@@ -318,9 +319,9 @@ def _reduce_kernel(
     if store:
         offset = tl.load(offsets_ptr + row, mask=present, other=0.0)
         log_normaliser = ((highest - offset) + log_total) * _LN2
-        # The negation catches a guess that is not a number, too.
+        # The negation also catches a guess that is NaN.
         off = present & ~(tl.abs(log_normaliser) <= SLACK)
-        # The true one, rounded: what rounding took from it stays in the normaliser.
+        # The true offset, rounded: its rounding error stays in the normaliser.
         corrected = highest + log_total
         rest = ((highest - corrected) + log_total) * _LN2
         tl.store(offsets_ptr + row, corrected, mask=off)
@@ -341,8 +342,9 @@ def launch_head(
     scale: float,
     tiling: Tiling,
 ) -> None:
-    """One launch of `_head_kernel`. exps_stride does not depend on whether anything is stored, so that the log-prob and
-    the loss run the same binary."""
+    """Launch `_head_kernel`.
+
+    exps_stride does not depend on whether anything is stored, so that log-prob and loss run the same binary."""
     count, columns = rows_RH.shape[0], lm_head_VH.shape[0]
     _head_kernel[(triton.cdiv(count, tiling.rows) * triton.cdiv(columns, tiling.columns),)](
         rows_RH,
@@ -366,7 +368,7 @@ def launch_head(
 def launch_again(
     rows_RH: Tensor, lm_head_VH: Tensor, wanted: Tensor, offsets_R: Tensor, exps_RV: Tensor, scale: float
 ) -> None:
-    """One launch of `_again_kernel`, a program for each multiprocessor. wanted: [tiles of `again_tiling`] int32."""
+    """Launch `_again_kernel`, one program per multiprocessor. wanted: [tiles of `again_tiling`] int32."""
     tiling = again_tiling(lm_head_VH.dtype)
     _again_kernel[(processors(rows_RH.device),)](
         rows_RH,
@@ -384,7 +386,7 @@ def launch_again(
 
 
 def tile_constants(tiling: Tiling, columns: int, width: int) -> dict[str, int | None]:
-    """The `tl.constexpr` arguments of a kernel that makes tiles of the head."""
+    """Return the `tl.constexpr` arguments of a kernel that computes tiles of the head."""
     return {
         "V": columns,
         "H": width,
@@ -407,7 +409,7 @@ def launch_reduce(
     head_columns: int,
     again_rows: int,
 ) -> None:
-    """One launch of `_reduce_kernel`. again: int32, zeros. results: log-probs, entropies, log-normalisers."""
+    """Launch `_reduce_kernel`. again: int32, zeros. results: log-probs, entropies, log-normalisers."""
     count = len(targets_R)
     sizes = (count, column_tiles, int(store), column_tiles * count)
     tile = {"HEAD_COLUMNS": head_columns, "AGAIN_ROWS": again_rows, "ROWS": REDUCE_ROWS, "TILES": REDUCE_TILES}
@@ -417,14 +419,14 @@ def launch_reduce(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exps:
-    """Exponentials of a chunk, which the loss needs beside the log-probs: p = exps / e^log_normaliser, row by row."""
+    """Exponentials of a chunk, which the loss needs with the log-probs: p = exps / e^log_normaliser, row by row."""
 
-    exps_RV: Tensor  # the operands' dtype; all stored columns, those from V on hold 0
+    exps_RV: Tensor  # the operands' dtype; all stored columns, those from V on are 0
     log_normaliser_R: Tensor  # fp32
 
 
 class TritonHead:
-    """The kernels of one call with their workspace, for chunks of up to `rows` rows.
+    """The kernels of one call and their workspace, for chunks of up to `rows` rows.
 
     lm_head_VH: [V, H] bf16 or fp32, the columns that exist, any strides.
     """
@@ -440,13 +442,14 @@ class TritonHead:
         self.exps_MV: Tensor | None = None
 
     def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-prob of the target, entropy) of each row, fp32. rows_RH: dense. targets_R: int64."""
+        """Return (log-prob of the target, entropy) of each row, fp32. rows_RH: dense. targets_R: int64."""
         logprobs_R, entropy_R, _ = self._run(rows_RH, targets_R, None)
         return logprobs_R, entropy_R
 
     def exps(self, rows_RH: Tensor, targets_R: Tensor, guess_R: Tensor | None) -> tuple[Tensor, Tensor, Exps]:
-        """`logprobs`, and exps. guess_R: about what the log-probs will be, None for no idea; it decides no result
-        beyond its last bits. The exps are valid until the next chunk."""
+        """Compute `logprobs` and the exps, which are valid until the next chunk.
+
+        guess_R: an estimate of the log-probs, None for none; it changes at most the last bits of a result."""
         if self.exps_MV is None:
             self.exps_MV = self.lm_head_VH.new_empty((self.rows, self.exps_stride))
         z_target_R = torch.linalg.vecdot(rows_RH, self.lm_head_VH.index_select(0, targets_R)).float() * self.scale
@@ -459,7 +462,7 @@ class TritonHead:
         count, store = rows_RH.shape[0], offsets_R is not None
         logprobs_R, entropy_R, below_target_R, log_normaliser_R = self.parts.new_empty((4, count))
         again = torch.zeros(triton.cdiv(count, self.again_rows), dtype=torch.int32, device=rows_RH.device)
-        # Where nothing is stored the kernels read neither offsets nor exps; any pointer does.
+        # If nothing is stored, the kernels access neither offsets nor exps; any pointer will do.
         offsets_R = log_normaliser_R if offsets_R is None else offsets_R
         exps_RV = rows_RH if self.exps_MV is None else self.exps_MV[:count]
         head_VH, stride, tiling = self.lm_head_VH, self.exps_stride, self.tiling
@@ -470,25 +473,25 @@ class TritonHead:
         launch_reduce(self.parts, targets_R, below_target_R, offsets_R, again, results, *sizes)
         if not store:
             return logprobs_R, entropy_R, None
-        # Nearly always a launch that finds nothing to do; asking the GPU whether there is would cost more.
+        # This launch almost never has work to do, but checking that on the host would cost more.
         launch_again(rows_RH, self.lm_head_VH, again, offsets_R, exps_RV, self.scale)
         return logprobs_R, entropy_R, Exps(exps_RV, log_normaliser_R)
 
 
 def measure_tilings(lm_head_VH: Tensor, rows: int) -> None:
-    """Time the candidates for this head with chunks of `rows` rows, print what each takes, and store the fastest."""
+    """Time the candidates for this head with chunks of `rows` rows, print the times, and store the fastest."""
     columns, width = lm_head_VH.shape
     times = {tiling: _time(lm_head_VH, rows, tiling) for tiling in candidates(lm_head_VH)}
     for tiling, milliseconds in times.items():
         print(f"head kernel, {rows} rows, head [{columns}, {width}]: {milliseconds:8.3f} ms  {tiling}", flush=True)
     try:
         print(f"stored the fastest in {record(lm_head_VH, rows, times)}", flush=True)
-    except OSError as error:  # a folder of the system's, for one: the call itself has nothing to fear
+    except OSError as error:  # a system folder, for example; the call itself can go on
         print(f"the fastest holds for this process only ({error}); {FOLDER} names a folder to store it in", flush=True)
 
 
 def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:
-    """Median milliseconds of one launch that stores, on random rows; infinity where the tiling does not fit."""
+    """Return the median milliseconds of one launch that stores, on random rows; infinity if the tiling does not fit."""
     columns, width = lm_head_VH.shape
     rows_RH = torch.randn(rows, width, device=lm_head_VH.device).to(lm_head_VH.dtype)
     targets_R = torch.randint(columns, (rows,), device=lm_head_VH.device)
@@ -508,8 +511,9 @@ def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launchers above ask for: the trainer's vocabulary, Qwen2.5's head as it is
-    stored, Qwen3.5's, an odd width."""
+    """Return the specialisations that the launchers above request.
+
+    They cover the trainer's vocabulary, Qwen2.5's head as it is stored, Qwen3.5's, and an odd width."""
     heads = [
         _head_specialisation(dtype, tiling, columns, width, capabilities)
         for dtype, tiling, columns, width, capabilities in (
@@ -528,7 +532,7 @@ def specialisations() -> tuple[Specialisation, ...]:
     return (*heads, *again, _reduce_specialisation())
 
 
-# Of what a tile leaves behind, and of the numbers that it takes.
+# Types of a tile's results and of its scalar arguments.
 TILE_TYPES = {
     "targets_ptr": "*i64",
     "offsets_ptr": "*fp32",
@@ -573,7 +577,7 @@ def _again_specialisation(dtype: torch.dtype, columns: int, width: int) -> Speci
 
 
 def _reduce_specialisation() -> Specialisation:
-    """The head's tiling makes no difference to its code."""
+    """Return the specialisation of `_reduce_kernel`, whose code does not depend on the head's tiling."""
     types = {"targets_ptr": "*i64", "again_ptr": "*i32"}
     return Specialisation(
         name="reduce",

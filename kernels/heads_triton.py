@@ -1,14 +1,15 @@
-"""layers.py's `norm_heads` in Triton, forward and backward: the norm of every query head and every key head of a row.
+"""`norm_heads` of layers.py in Triton, forward and backward: the norm of every query head and every key head of a row.
 
     n = r s,  r = 1 / sqrt(mean_D(s^2) + eps)                 (Zhang and Sennrich 2019, equation 4), s: one head
-    y = w n,  w: the queries' or the keys'                    in float32 up to n, which is rounded to the dtype, but
-                                                              where w is float32 and the dtype is not
+    y = w n,  w: the queries' or the keys'                    in float32 up to n, which is rounded to the dtype, unless
+                                                              w is float32 and the dtype is not
     y = s                                                     of a value head
     ds = r (g - n mean_D(g n)),  g = w dy;  of a value head dy
     dw = sum dy n, over rows and the heads that w belongs to
 
-Only s and the weights are saved for backward. A program of the backward walks over rows and sums dy n in float32; the
-programs' sums are added in their order, and their number depends on the shape alone, so dw has the same bits each time.
+Only s and the weights are saved for backward. A program of the backward iterates over rows and sums dy n in float32;
+the programs' sums are added in a fixed order, and their number depends only on the shape, so dw has the same bits each
+time.
 
 Axes: T tokens, N query heads, K key/value heads, M = N + 2K, D head dimension (docs/notation.md).
 """
@@ -32,7 +33,7 @@ from thresher.kernels.registry import Specialisation
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps
 PER_THREAD = 16  # elements of a tile that a thread holds
 BACKWARD_WARPS = 1536  # of all programs together, as norm_triton.py's
-FEWEST_ROWS = 4  # that a program of the backward walks, where there are so many
+FEWEST_ROWS = 4  # that a program of the backward processes, if there are that many
 
 
 @triton.jit
@@ -48,14 +49,14 @@ def _norm_heads_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # Neighbouring programs take neighbouring heads of a row, and go on with the next row.
+    # Neighbouring programs have neighbouring heads of a row, followed by those of the next row.
     row = (tl.program_id(0) // tl.cdiv(N + 2 * K, HEADS)).to(tl.int64)
     head = (tl.program_id(0) % tl.cdiv(N + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = (head < N + 2 * K) & (column < D)
     at = row * ((N + 2 * K) * D) + head * D + column
     s = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    # A weight for each head of the tile: as wide a load as the tile's, from the cache.
+    # A weight for each head of the tile: a load as wide as the tile's, from the cache.
     weight = tl.load(tl.where(head < N, q_weight_ptr, k_weight_ptr) + column, mask=inside, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
     normed = s * r
@@ -72,7 +73,7 @@ def _norm_heads_backward_kernel(
     k_weight_ptr,  # [D] as q_weight
     grad_y_ptr,  # [T, N + 2K, D] the same
     grad_ptr,  # [T, N + 2K, D] the same, written
-    parts_ptr,  # [programs, 2, D] fp32, written where HAS_PARTS: of the queries' weight, of the keys'
+    parts_ptr,  # [programs, 2, D] fp32, written if HAS_PARTS: for the queries' weight, and for the keys'
     count,  # T
     eps,
     N: tl.constexpr,
@@ -129,14 +130,16 @@ class _HeadShape:
         return min(8, max(1, constants["HEADS"] * constants["WIDTH"] // (32 * PER_THREAD)))
 
     def backward_programs(self, count: int) -> int:
-        """Programs of the backward for `count` rows; a function of the shape alone, for dw's bits depend on it."""
+        """Return the programs of the backward for `count` rows, a function of the shape only (dw's bits need that)."""
         most = max(1, BACKWARD_WARPS // self.warps() // self.programs_of_a_row())
         return self.programs_of_a_row() * min(triton.cdiv(count, FEWEST_ROWS), most)
 
 
 def fused_norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """layers.py's `norm_heads`, which has the arguments; differentiable once; on a GPU (or interpreted, on a CPU), all
-    bfloat16 or all float32, or the weights alone float32. Raises ValueError for other dtypes and shapes."""
+    """Compute `norm_heads` of layers.py, with its arguments, differentiable once.
+
+    On a GPU (or interpreted, on a CPU), all bfloat16 or all float32, or only the weights float32. Raises ValueError for
+    other dtypes and shapes."""
     check_dtype("qkv_TMD", qkv_TMD)
     if qkv_TMD.dim() != 3 or kv_heads < 1 or 2 * kv_heads >= qkv_TMD.shape[1]:
         raise ValueError(
@@ -171,7 +174,7 @@ class _NormHeads(torch.autograd.Function):
         heads, of_weights = ctx.heads, ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         programs = heads.backward_programs(len(qkv_TMD))
         grad_TMD = torch.empty_like(qkv_TMD)
-        # Where nothing is written, any pointer does.
+        # An argument that is not written may be any pointer.
         parts = grad_TMD
         if of_weights:
             parts = torch.empty((programs, 2 * heads.D), dtype=torch.float32, device=qkv_TMD.device)
@@ -200,8 +203,9 @@ class _NormHeads(torch.autograd.Function):
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The heads of Qwen3 0.6B and 1.7B, 4B and 8B, 14B, 32B in bfloat16, the first in float32 and with frozen weights,
-    too; and Qwen3.5 0.8B's, with weights in float32."""
+    """Return the heads of Qwen3 0.6B and 1.7B, 4B and 8B, 14B, 32B in bfloat16.
+
+    In addition the first in float32 and with frozen weights, and those of Qwen3.5 0.8B with weights in float32."""
     shapes = [_HeadShape(16, 8, 128), _HeadShape(32, 8, 128), _HeadShape(40, 8, 128), _HeadShape(64, 8, 128)]
     listed = [_forward_specialisation("*bf16", heads) for heads in shapes]
     listed += [_backward_specialisation("*bf16", heads, True) for heads in shapes]

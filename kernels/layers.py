@@ -1,15 +1,15 @@
-"""Operations of a layer beside its attention: linear map, norm, rotation, gate.
+"""Operations of a layer other than attention: linear map, norm, rotation, gate.
 
     RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
     QK norm   the same over D of each query head and each key head        (Qwen3; Henry et al. 2020)
     RoPE      angle[t, i] = position[t] * theta^(-2i/D)   i in 0 .. D/2 - 1   (Su et al. 2021, equation 34)
               (a, b) = halves of x        y = (a cos - b sin, b cos + a sin), the half-split layout of Qwen2
-              Llama 3.1 divides the angles of a pair that turns fewer than `low` times in its first context by
-              `factor`, leaves those above `high` turns, and goes linearly, in turns, from one to the other
+              Llama 3.1 divides the angles of a pair that turns fewer than `low` times in its original context by
+              `factor`, keeps those above `high` turns, and interpolates linearly, in turns, between the two
     SwiGLU    y = silu(g) * u             g, u = halves of the fused gate-and-up projection   (Shazeer 2020)
 
-The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
-Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
+The mean of the norm is computed in float32 whatever the dtype of x, and the weight is applied after the cast back, as
+in Qwen2. Angles are computed in float32; cos and sin are cast to x's dtype.
 
 `add_norm`, `norm_heads`, `silu_gate`, `rotated_heads` and `rotate_and_store` are one kernel each where `uses_triton` is
 true (norm_triton.py, heads_triton.py, gate_triton.py, rope_triton.py). The functions here are their reference, and the
@@ -31,11 +31,11 @@ from torch import Tensor
 from thresher.kernels.operands import ONEDNN_FROM, onednn_is_faster, onednn_product
 
 TRITON_DTYPES = (torch.bfloat16, torch.float32)
-UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
+UNCUT = 32_768  # elements; on a CPU, torch splits a longer elementwise loop among its threads, even inside a row
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Return whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, where Triton is installed."""
+    """Return whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, with Triton installed."""
     return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and _has_triton()
 
 
@@ -45,8 +45,8 @@ def _has_triton() -> bool:
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Map each row of `x_TI` [T, I] by `weight_OI` [O, I]: [T, O], as F.linear does."""
-    # oneDNN has no weight gradient of no rows.
+    """Map each row of `x_TI` [T, I] by `weight_OI` [O, I] to [T, O], as F.linear does."""
+    # oneDNN cannot compute a weight gradient from 0 rows.
     if weight_OI.numel() >= ONEDNN_FROM and onednn_is_faster(weight_OI) and len(x_TI):
         y_TO: Tensor = _OneDnnLinear.apply(x_TI, weight_OI, bias_O)
         return y_TO
@@ -54,7 +54,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 class _OneDnnLinear(torch.autograd.Function):
-    """Multiply by oneDNN: y = x @ W.T + b, dx = dy @ W, dW = dy.T @ x. dW is made as (x.T @ dy).T, which is faster."""
+    """Products by oneDNN: y = x @ W.T + b, dx = dy @ W, dW = dy.T @ x, computed as (x.T @ dy).T, which is faster."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -72,8 +72,9 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Normalise each row of `x_TH` [T, H] by its root mean square; returns [T, H] in x's dtype. A weight in a wider
-    dtype is applied before the cast back."""
+    """Normalise each row of `x_TH` [T, H] by its root mean square; returns [T, H] in x's dtype.
+
+    A weight in a wider dtype is applied before the cast back."""
     if x_TH.dtype == torch.float32:
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     x = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
@@ -81,23 +82,24 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return weight_H * x.to(x_TH.dtype) if weight_H.dtype == x_TH.dtype else (weight_H * x).to(x_TH.dtype)
 
 
-# Llama 3.1's scaling: factor, low and high (turns), and the positions of the context that these turns are counted in.
+# Llama 3.1's scaling: factor, low and high (turns), and the length of the context in which the turns are counted.
 Scaling = tuple[float, float, float, float]
 
 
 def rope_table(
     positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
 ) -> Tensor:
-    """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
-    by the layers."""
+    """Compute cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`.
+
+    It is computed once per forward and shared by the layers."""
     angle = positions_T.float()[:, None] / wavelengths(head_dim, theta, positions_T.device, scaling)
     return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
 
 
 @lru_cache
 def wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> Tensor:
-    """Positions to a radian of every pair, [D/2] float32: theta^(2i/D), stretched where there is a scaling."""
-    with torch.inference_mode(False):  # the tensor outlives whoever asks first
+    """Return the positions per radian of every pair, [D/2] float32: theta^(2i/D), stretched by a scaling."""
+    with torch.inference_mode(False):  # the cached tensor outlives the first caller
         plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         if scaling is None:
             return plain
@@ -108,8 +110,9 @@ def wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scal
 
 
 def rotate(x_TND: Tensor, table: Tensor) -> Tensor:
-    """Turn `x_TND` [T, N, D] by the angles of `table` (from `rope_table`); returns [T, N, D]. Of a table of fewer than
-    D / 2 angles the first dimensions are turned, and the others stay."""
+    """Rotate `x_TND` [T, N, D] by the angles of `table` (from `rope_table`); returns [T, N, D].
+
+    A table of fewer than D / 2 angles rotates the first dimensions and leaves the others as they are."""
     cos, sin = table[0], table[1]
     half = cos.shape[-1]
     a, b, rest = x_TND.split([half, half, x_TND.shape[-1] - 2 * half], dim=-1)
@@ -117,8 +120,9 @@ def rotate(x_TND: Tensor, table: Tensor) -> Tensor:
 
 
 def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
-    Queries and keys lie side by side, so one rotation turns both."""
+    """Return the rotated queries [T, N, D] and keys [T, K, D] and the values [T, K, D] of a fused projection.
+
+    qkv_TMD: [T, N + 2K, D]. Queries and keys are adjacent, so one rotation serves both."""
     if uses_triton(qkv_TMD):
         from thresher.kernels.rope_triton import fused_rotated_heads
 
@@ -131,13 +135,13 @@ def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor
 def rotate_and_store(
     qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
 ) -> Tensor:
-    """Rotate the queries and keys of a fused projection [T, N + 2K, D], put keys and values where the cache wants them,
-    and return the queries [T, N, D], dense. Raises ValueError where a gradient would be asked for: there is none.
+    """Rotate queries and keys of a fused projection [T, N + 2K, D], and store keys and values in the cache.
 
+    Returns the queries [T, N, D], dense. Raises ValueError if qkv_TMD requires a gradient: there is none.
     rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
-    inner three axes dense, blocks as far apart as one likes. block_T, slot_T: int32; row t goes to
-    k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, or to block 0, which nobody reads, but its
-    query is returned. No two other rows may go to one place.
+    inner three axes are dense, the stride of blocks is free. block_T, slot_T: int32; row t is stored at
+    k_PKSD[block_T[t], :, slot_T[t]], and the same of v. With block_T < 0 it is not stored, or stored in block 0, which
+    is never read; its query is returned. No two other rows may have the same place.
     """
     if torch.is_grad_enabled() and qkv_TMD.requires_grad:
         raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
@@ -147,7 +151,7 @@ def rotate_and_store(
         return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
     q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
     if qkv_TMD.is_cuda:
-        # A graph may hold this, so no mask may choose rows: those that go nowhere go to block 0, which is nobody's.
+        # A graph may capture this, so no mask selects rows: those without a place go to block 0, which no sequence has.
         everywhere = block_T.clamp(min=0).long(), slice(None), slot_T.long()
         k_PKSD[everywhere], v_PKSD[everywhere] = k_TKD, v_TKD
         return q_TND.contiguous()
@@ -159,7 +163,7 @@ def rotate_and_store(
 
 
 def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
+    """Return (x + more, its `rms_norm`), both [T, H]; None adds nothing."""
     if uses_triton(x_TH):
         from thresher.kernels.norm_triton import fused_add_norm
 
@@ -169,8 +173,9 @@ def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float)
 
 
 def norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """A fused projection [T, N + 2K, D] with the `rms_norm` of each query head by `q_weight_D` and of each key head by
-    `k_weight_D`, the values as they are; a new tensor, dense."""
+    """Apply `rms_norm` to each query head (`q_weight_D`) and key head (`k_weight_D`) of a fused projection.
+
+    qkv_TMD: [T, N + 2K, D]; the values stay as they are. Returns a new dense tensor."""
     if uses_triton(qkv_TMD):
         from thresher.kernels.heads_triton import fused_norm_heads
 
@@ -181,10 +186,10 @@ def norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads
 
 
 def silu_gate(gate_up_T2I: Tensor) -> Tensor:
-    """`[T, 2I]` -> `[T, I]`: silu of the first half times the second.
+    """Compute silu of the first half times the second: `[T, 2I]` -> `[T, I]`.
 
-    Without gradients a row's bits do not depend on T: a cut inside a row would move elements from silu's vector loop
-    to its scalar one, which differ in the last bit, so long inputs go through it a few whole rows at a time.
+    Without gradients a row's bits do not depend on T. A split inside a row would move elements from silu's vector loop
+    to its scalar loop, which differ in the last bit. Long inputs are therefore processed a few whole rows at a time.
     """
     if uses_triton(gate_up_T2I):
         from thresher.kernels.gate_triton import fused_silu_gate

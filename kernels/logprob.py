@@ -1,17 +1,17 @@
-"""LM head, log-prob and entropy of each token, without gradients: of the reference, of recomputed old
-log-probs, of scored texts.
+"""LM head, log-prob and entropy of each token, without gradients: for the reference policy, recomputed old log-probs
+and scored texts.
 
     z = hidden @ lm_head.T / temperature, [T, V];  logp_t = z[t, target_t] - logsumexp(z[t])
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)
 
-Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
-2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py, so its
-forward gives these very bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
-not, a CPU's often, see ROW_MULTIPLE).
+Logits are computed for a chunk of rows at a time, from float32 accumulators, so the chunk bounds the memory: one
+matmul, 2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py,
+so its forward gives the same bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS
+is not, a CPU's often is, see ROW_MULTIPLE).
 
 Deliberately absent: top-p or top-k log-probs, and logits to sample from (sampling.py).
 
-Axes: T tokens, R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist);
+Axes: T tokens, R rows of a chunk, M a padded chunk, H hidden width, V vocabulary (columns that exist);
 docs/notation.md.
 """
 
@@ -40,28 +40,29 @@ from thresher.kernels.operands import (
     resolve_backend,
 )
 
-# A chunk's buffers. CPU: what a laptop can spare; CUDA: 600 MiB is the limit, of which cuBLAS takes 32 for itself.
+# A chunk's buffers. CPU: a size that fits on a laptop; CUDA: within 600 MiB, of which cuBLAS takes 32.
 WORKSPACE_BYTES = {"cpu": 256 * MIB, "cuda": 560 * MIB}
-# A chunk costs some 40 small operations, and is fastest while its logits stay in the last cache. Loss and
+# A chunk costs some 40 small operations, and is fastest while its logits stay in the last-level cache. Loss and
 # gradients of T 8192, H 96, V 600 on one core of an EPYC (Turin), in ms by rows: 64: 47, 128: 41, 256: 37,
 # 512 and 1024: 35, 2048: 36, 4096: 38, 8192: 54; the three matmuls alone take 26.
 MOST_ROWS = 1024
 # With a large vocabulary no chunk fits into a CPU's cache. One thread, in ms, at 64, 128, 208, 384, 512 and 1024 rows:
 # T 2048, H 64, V 20,000: 291, 279, 286, 310, 310, 341; H 256: 977, 829, 818, 823, 813, 840; T 1024, H 128, V 151,936:
-# 2097, 1843, 1876, 1886, 1971, 2262. Few rows have dW read and written often, many have a large buffer's pages found.
+# 2097, 1843, 1876, 1886, 1971, 2262. Few rows read and write dW often; many fault in the pages of a large buffer.
 PREFERRED_BYTES, PREFERRED_ROWS = 64 * MIB, 208
 
 
 class HeadBackend(Protocol):
-    """An implementation of this file's maths, for chunks of a call."""
+    """An implementation of this file's maths, for the chunks of a call."""
 
     def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-prob of the target, entropy) of each row, [R] of the compute dtype. targets_R: int64."""
+        """Return (log-prob of the target, entropy) of each row, [R] of the compute dtype. targets_R: int64."""
 
 
 class TokenRows(NamedTuple):
-    """A chunk after the row function, m being the row's largest logit: log p = (z - m) - log_sum. The last two are
-    views of the workspace: the next chunk reuses it."""
+    """A chunk's result: log p = (z - m) - log_sum, with m the row's largest logit.
+
+    probs_RV and pz_RV are views of the workspace, which the next chunk reuses."""
 
     logprobs_R: Tensor
     entropy_R: Tensor
@@ -73,7 +74,7 @@ class TokenRows(NamedTuple):
 def reference_token_logprobs(
     hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs` in plain torch, differentiable, materialising [T, V]; float64 inputs stay in float64."""
+    """Compute `token_logprobs` in plain torch, differentiable, materialising [T, V]; float64 inputs stay float64."""
     dtype = compute_dtype(hidden_TH)
     logits_TV = hidden_TH.to(dtype) @ lm_head_VH[:vocab_size].to(dtype).t() / temperature
     logp_TV = torch.log_softmax(logits_TV, 1)
@@ -81,8 +82,10 @@ def reference_token_logprobs(
 
 
 def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
-    """Rows of the torch backend's chunk on a CPU, from 16 to MOST_ROWS: what PREFERRED_BYTES hold, or if that is less
-    than PREFERRED_ROWS, as many of those as `budget` bytes hold."""
+    """Return the rows of the torch backend's chunk on a CPU, from 16 to MOST_ROWS.
+
+    As many as fit in PREFERRED_BYTES; if that is less than PREFERRED_ROWS, as many of those as fit in `budget` bytes.
+    """
     row_bytes = element_bytes * columns
     rows = min(max(PREFERRED_BYTES // row_bytes, min(PREFERRED_ROWS, budget // row_bytes)), MOST_ROWS)
     return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
@@ -91,7 +94,7 @@ def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
 class TorchHead:
     """The torch backend, with two buffers [M, V] of the compute dtype for chunks of up to `rows` rows.
 
-    lm_head_VH: [V, H], the columns that exist only, from `blas_ready`.
+    lm_head_VH: [V, H], only the columns that exist, from `blas_ready`.
     """
 
     def __init__(self, lm_head_VH: Tensor, temperature: float, rows: int) -> None:
@@ -100,26 +103,27 @@ class TorchHead:
         self.workspace_2MV = lm_head_VH.new_empty(shape, dtype=compute_dtype(lm_head_VH))
 
     def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-        """As HeadBackend has it."""
+        """Return what `HeadBackend.logprobs` describes."""
         done = self.token_rows(fill_rows(rows_RH, self.lm_head_VH), targets_R)
         return done.logprobs_R, done.entropy_R
 
     def token_rows(self, rows_MH: Tensor, targets_R: Tensor) -> TokenRows:
-        """One matmul, one exponential an element, and four cheaper passes. rows_MH: from `fill_rows`. targets_R: int64,
-        R <= M."""
+        """Compute a chunk with one matmul, one exponential per element, and four cheaper passes.
+
+        rows_MH: from `fill_rows`. targets_R: int64, R <= M."""
         count, filled = targets_R.shape[0], rows_MH.shape[0]
         logits_MV, probs_MV = self.workspace_2MV[:, :filled]
         logits_product(rows_MH, self.lm_head_VH, logits_MV)
         if self.temperature != 1.0:
             logits_MV.div_(self.temperature)
-        # Before anything is multiplied: at logits of 1e4, z p and log-sum-exp p would cancel to nothing.
+        # Before any product: at logits of 1e4, z p and log-sum-exp p would cancel completely.
         logits_MV.sub_(logits_MV.amax(1, keepdim=True))
         torch.softmax(logits_MV, 1, out=probs_MV)
-        # The likeliest token's probability is e^0 / sum.
+        # The most likely token's probability is e^0 / sum.
         log_sum_R = probs_MV.amax(1)[:count].log().neg_()
         logprobs_R = logits_MV[:count].gather(1, targets_R[:, None])[:, 0] - log_sum_R
         pz_MV = logits_MV.mul_(probs_MV)
-        # The sum runs over the filled rows, so that never a lone row is summed by another algorithm.
+        # The sum includes the padding rows, because torch sums a single row by another algorithm.
         entropy_R = log_sum_R - pz_MV.sum(1)[:count]
         return TokenRows(logprobs_R, entropy_R, log_sum_R, probs_MV[:count], pz_MV[:count])
 
@@ -127,7 +131,7 @@ class TorchHead:
 def chunk_size(
     chunk_rows: int | None, workspace_bytes: int | None, backend: str, lm_head_VH: Tensor, count: int
 ) -> int:
-    """Rows of a chunk for `count` rows, at least 1: what the caller chose, else what fits in the workspace."""
+    """Return the rows of a chunk for `count` rows, at least 1: the caller's choice, else what fits in the workspace."""
     if chunk_rows is not None and workspace_bytes is not None:
         raise ValueError(
             f"chunk_rows is {chunk_rows} and workspace_bytes is {workspace_bytes}; expected one of the two"
@@ -136,7 +140,7 @@ def chunk_size(
         raise ValueError(f"workspace_bytes is {workspace_bytes}; expected at least 1, or None")
     budget = workspace_bytes or WORKSPACE_BYTES.get(lm_head_VH.device.type, WORKSPACE_BYTES["cpu"])
     if backend == "triton" and count and wants_measuring(lm_head_VH):
-        from thresher.kernels.head_triton import measure_tilings  # triton is there only where it can be used
+        from thresher.kernels.head_triton import measure_tilings  # triton is not installed everywhere
 
         usual = even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
         measure_tilings(lm_head_VH, min(chunk_rows or usual, count))
@@ -146,7 +150,7 @@ def chunk_size(
         return even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
     element_bytes = 2 * compute_dtype(lm_head_VH).itemsize
     if lm_head_VH.is_cuda:
-        # Two buffers, and the logits' gradient once more where it is multiplied in low precision.
+        # Two buffers, and another copy of the logits' gradient if it is multiplied in low precision.
         row_bytes = (element_bytes + (2 if mixed_matmul(lm_head_VH) else 0)) * len(lm_head_VH)
         rows = min(budget // row_bytes, MOST_ROWS)
     else:
@@ -166,17 +170,17 @@ def token_logprobs(
     backend: str = "auto",
     late: list[list[RowCheck]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, in nats, without gradients.
+    """Compute the log-prob of each target and the entropy of each distribution, in nats, without gradients.
 
     hidden_TH: [T, H], float32, bfloat16, float16 or float64, any strides; no row is masked.
     lm_head_VH: [V, H], same dtype and device. targets_T: [T] int64 or int32.
     temperature: divides the logits.
     vocab_size: columns from there on do not exist; their rows of the head are never read.
-    chunk_rows: rows that are worked on at a time; None: at most what fits in workspace_bytes.
+    chunk_rows: rows that are processed at a time; None: at most what fits in workspace_bytes.
     workspace_bytes: of a chunk's buffers; None: 256 MiB on a CPU, 560 on CUDA.
     backend: "torch"; "triton" for bfloat16 or float32 on CUDA; "auto": Triton for bfloat16 on CUDA, else torch.
-    late: takes the checks of the data, and the call does not wait for the device. The caller raises what they found
-    (`operands.raise_late`, or `late` of `grpo_loss`) before it uses a result.
+    late: the checks of the data are appended to it, and the call does not wait for the device. The caller raises their
+    errors (`operands.raise_late`, or `late` of `grpo_loss`) before it uses a result.
 
     Returns (logprobs_T, entropy_T), [T] float32 (float64 for float64 inputs), detached.
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
@@ -189,7 +193,7 @@ def token_logprobs(
         checks = head_checks(hidden_TH, targets_T, columns)
         if late is not None:
             late.append(checks)
-            targets_T = targets_T.clamp(0, columns - 1)  # or a kernel would read beyond its rows
+            targets_T = targets_T.clamp(0, columns - 1)  # a kernel would read out of bounds otherwise
         elif any_bad(checks):
             raise_first(checks)
         head_VH = blas_ready(lm_head_VH[:columns])
@@ -207,7 +211,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
-        from thresher.kernels.head_triton import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head_triton import TritonHead  # triton is not installed everywhere
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

@@ -2,20 +2,20 @@
 
     z = X W^T / temperature, p = softmax(z), l_t = log p[t, y_t], r_t = exp(l_t - old_t), d_t = l_t - ref_t
     loss = sum_t w_t (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + beta KL(d_t, r_t) - entropy_coef H_t)
-    dual clip c > 1, where A_t < 0: max(min(..), c A_t) in the place of min(..)
+    dual clip c > 1, where A_t < 0: max(min(..), c A_t) instead of min(..)
     dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in objective.py
     dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
-    other surrogates J(r_t, A_t) in the place of min(..): objective.py
+    other surrogates J(r_t, A_t) instead of min(..): objective.py
 
-A chunk of rows needs its logits once: logits, dX, dW are three matmuls (6THV). Gradients are made in the forward pass;
-backward only scales them. Rows of weight 0 are dropped before the head. Rows known to have no gradient go last, forward
-only. `TorchLoss` here and `TritonLoss` of coefficients_triton.py make a chunk's log-probs and logit gradients. The
-caller folds aggregation (1/|y|, token mean) into the weights. A surrogate that needs whole sequences (GSPO, a user's
-own) has a pass of log-probs before the chunks, 2THV more.
+The logits of a chunk of rows are computed once: logits, dX, dW are three matmuls (6THV). The forward pass computes the
+gradients; backward only scales them. Rows of weight 0 are dropped before the head. Rows known to have no gradient go
+last, forward only. `TorchLoss` here and `TritonLoss` of coefficients_triton.py compute a chunk's log-probs and logit
+gradients. The caller folds aggregation (1/|y|, token mean) into the weights. A surrogate that needs whole sequences
+(GSPO, a user's own) adds a pass of log-probs before the chunks, 2THV more.
 
-Axes: T tokens, R unmasked rows (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary
+Axes: T tokens, R unmasked rows (or a chunk of them), M a padded chunk, H hidden width, V vocabulary
 (docs/notation.md).
 """
 
@@ -58,7 +58,7 @@ from thresher.kernels.operands import (
     stored_columns,
 )
 
-# old log-probs, advantages, weights, reference log-probs, sequence, turn: one number a row
+# old log-probs, advantages, weights, reference log-probs, sequence, turn: one number per row
 _Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -76,8 +76,9 @@ def reference_grpo_loss(
     vocab_size: int | None = None,
     **settings: Any,
 ) -> LossResult:
-    """The loss in plain torch: materialises [R, V] and leaves the gradient to autograd. No checks; for tests
-    and for reading. Arguments as `grpo_loss`; float64 inputs are computed in float64."""
+    """Compute the loss in plain torch, without checks, for tests and for reading.
+
+    It materialises [R, V] and leaves the gradient to autograd. Arguments as `grpo_loss`; float64 stays float64."""
     chosen = LossSettings(**settings)
     index_R = weights_T.nonzero()[:, 0]
     vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T, turn_T)
@@ -89,7 +90,7 @@ def reference_grpo_loss(
 
 
 def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
-    """The rows of `index_R`, in that order; None: all, as they stand. Dense, as kernels read them."""
+    """Return the rows of `index_R`, in that order (None: all rows, in the order of the inputs), as dense tensors."""
 
     def gather(values_T: Tensor) -> Tensor:
         return values_T.contiguous() if index_R is None else values_T.index_select(0, index_R)
@@ -112,10 +113,10 @@ def _choose_rows(
     padding_UH: Tensor,
     late: Sequence[list[RowCheck]],
 ) -> tuple[LossRows, int, bool]:
-    """The unmasked rows, those with a gradient first, how many have one, and whether padding_UH is finite. Checks the
-    data, after that of `late`.
+    """Return the unmasked rows (those with a gradient first), how many have one, and whether padding_UH is finite.
 
-    The call's one host sync is here: the flags and the two counts come over together.
+    The checks of `late` are raised first, then those of this call's data. The call's one host sync is here: flags and
+    counts are copied to the host together.
     """
     dtype = compute_dtype(hidden_TH)
     old_T, advantages_T, weights_T, ref_T, *_ = vectors
@@ -146,7 +147,7 @@ def _choose_rows(
 
 
 class TorchLoss(TorchHead):
-    """The torch backend: the chunk's probabilities are turned in place into the gradient of its logits."""
+    """The torch backend: turns the chunk's probabilities in place into the gradient of its logits."""
 
     def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> None:
         super().__init__(lm_head_VH, settings.temperature, rows)
@@ -157,31 +158,31 @@ class TorchLoss(TorchHead):
         on_target_R, on_probs_R, on_plogp_R = logit_coefficients(done.logprobs_R, done.entropy_R, part, self.settings)
         targets_R1 = part.targets_R[:, None]
         if on_plogp_R is None:
-            # c ([v = y] - p) = -c (p - [v = y]): one number a row is changed, the factor goes to the narrow sides.
+            # c ([v = y] - p) = -c (p - [v = y]): one number per row changes, the factor goes to the narrow operands.
             dlogits_RV = done.probs_RV.scatter_(1, targets_R1, torch.expm1(done.logprobs_R)[:, None])
             return LogitGradient(done.logprobs_R, done.entropy_R, dlogits_RV, factor_R=-on_target_R)
         # p log p = p (z - m) - p log_sum
         dlogits_RV = done.probs_RV.mul_((on_probs_R - on_plogp_R * done.log_sum_R)[:, None])
         dlogits_RV.addcmul_(done.pz_RV, on_plogp_R[:, None])
-        # One target a row: read, add, write is deterministic on every device, unlike scatter_add_.
+        # One target per row: read, add, write is deterministic on every device, unlike scatter_add_.
         dlogits_RV.scatter_(1, targets_R1, dlogits_RV.gather(1, targets_R1) + on_target_R[:, None])
         return LogitGradient(done.logprobs_R, done.entropy_R, dlogits_RV, None)
 
 
 def _padded(backend: str, lm_head_VH: Tensor, columns: int) -> int:
-    """Columns that the matmuls with dlogits run over, `columns` or more: see `grpo_loss`, vocab_size.
+    """Return the number of columns, at least `columns`, that the matmuls with dlogits run over.
 
-    A matmul of an odd number of columns misses the tensor cores' aligned kernels. The Triton backend stores zeros up to
-    the next multiple, so where the head has rows to multiply them with, they are multiplied.
+    A matmul over an odd number of columns cannot use the tensor cores' aligned kernels. The Triton backend stores zeros
+    up to the next multiple. They are included if the head has rows for them: see `grpo_loss`, vocab_size.
     """
     padded = stored_columns(columns)
     return padded if backend == "triton" and padded <= len(lm_head_VH) else columns
 
 
 def _make_backend(backend: str, head_VH: Tensor, columns: int, settings: LossSettings, rows: int) -> LossBackend:
-    """head_VH: rows of the columns that exist, then those that zeros are multiplied with."""
+    """Make the backend. head_VH: the rows of the columns that exist, then rows that are multiplied by zeros."""
     if backend == "triton":
-        from thresher.kernels.coefficients_triton import TritonLoss  # triton is there only where it can be used
+        from thresher.kernels.coefficients_triton import TritonLoss  # triton is not installed everywhere
 
         return TritonLoss(head_VH[:columns], settings, rows, len(head_VH))
     return TorchLoss(head_VH, settings, rows)
@@ -198,13 +199,14 @@ def _run_chunks(
     head_grad_VH: Tensor | None,
     add_to_head_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs_R, entropy_R, logit_gradients_R) of all rows. The first `with_gradient` of them also write their rows
-    of hidden_grad_TH and head_grad_VH, where these are given; what head_grad_VH holds is added to, or else overwritten.
-    The other rows' logit gradients are 0."""
+    """Return (logprobs_R, entropy_R, logit_gradients_R) of all rows, and write the gradients.
+
+    The first `with_gradient` rows write their rows of hidden_grad_TH, and add to head_grad_VH or overwrite it, where
+    these are given. The logit gradients of the other rows are 0."""
     count = len(rows)
     logprobs_R, entropy_R, logit_gradients_R = hidden_TH.new_zeros((3, count), dtype=compute_dtype(hidden_TH))
 
-    def run(chunk: slice) -> None:  # a function, so that a chunk's temporaries are gone before the next one's come
+    def run(chunk: slice) -> None:  # a function, so that a chunk's temporaries are freed before the next chunk
         part = rows.part(chunk)
         index_R = part.index_R
         rows_RH = hidden_TH[chunk].contiguous() if index_R is None else hidden_TH.index_select(0, index_R)
@@ -236,7 +238,7 @@ def _run_chunks(
 
 
 class _WithGradients(torch.autograd.Function):
-    """Gives a loss the gradients that were computed beside it; backward only scales them."""
+    """Attaches the gradients that were computed with a loss to it; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -256,9 +258,9 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad_TH, head_grad_VH = ctx.saved_tensors
         return (
-            # In float32: a loss scale of 65,536 is no float16, and 1/3 no bfloat16.
+            # In float32: float16 cannot hold a loss scale of 65,536, and bfloat16 not 1/3.
             None if hidden_grad_TH is None else (hidden_grad_TH.to(grad.dtype) * grad).to(hidden_grad_TH.dtype),
-            # Rounded as it is stored: no second float32 [V, H] is written and read.
+            # Rounded while it is stored, so that no second float32 [V, H] is written and read.
             None
             if head_grad_VH is None
             else torch.mul(head_grad_VH, grad, out=torch.empty_like(head_grad_VH, dtype=ctx.head_dtype)),
@@ -310,39 +312,39 @@ def grpo_loss(
     lm_head_grad_VH: Tensor | None = None,
     late: Sequence[list[RowCheck]] = (),
 ) -> LossResult:
-    """loss = sum_t weights_t * (-min(r A, clip(r) A) + beta * KL_t - entropy_coef * H_t), all in nats.
+    """Compute loss = sum_t weights_t * (-min(r A, clip(r) A) + beta * KL_t - entropy_coef * H_t), in nats.
 
     hidden_TH [T, H] and lm_head_VH [V, H]: same dtype (float32, bfloat16, float16, float64) and device, any
     strides. targets_T: [T] int64 or int32. old_logprobs_T, advantages_T, weights_T, ref_logprobs_T: [T],
-    floating; no gradient goes to them. A row of weight 0 is masked: nothing else of it is read.
+    floating; they get no gradient. A row of weight 0 is masked: none of its other values is read.
     old_logprobs_T None: the policy is its own old policy, every ratio is 1 and the gradient that of -A log pi; with
     advantages of 1 it is the gradient of supervised fine-tuning, whose loss is then -(weights * logprobs).sum().
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
     dual_clip: c > 1, or None.
     surrogate: one of objective.SURROGATES, or a function as that file describes it; those of whole sequences need
-    sequence_T, [T] whole numbers, the number of each token's sequence. clip_low, clip_high and dual_clip are of the
-    surrogates that clip. tau_positive, tau_negative: sapo's. divergence: dppo's delta. guard: LLDS's lambda, which
-    needs turn_T, [T], the number of each token's turn, or -1: it does not hold the token. guard_zero: it holds tokens
-    of advantage 0, too.
+    sequence_T, [T] integers, the number of each token's sequence. clip_low, clip_high and dual_clip apply to the
+    surrogates that clip. tau_positive, tau_negative: of sapo. divergence: delta of dppo. guard: lambda of LLDS, which
+    needs turn_T, [T], the number of each token's turn, or -1 for a token that is not guarded. guard_zero: tokens of
+    advantage 0 are guarded, too.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
     vocab_size: columns from there on do not exist. Their rows of the head change no result and get no gradient. The
-    torch backend does not read them; the Triton backend reads those up to the next multiple of 64 columns, where the
+    torch backend does not read them. The Triton backend reads those up to the next multiple of 64 columns, if the
     head has them all and all are finite, because a matmul is faster over whole multiples: their dloss/dlogits is 0.
-    chunk_rows: rows that are worked on at a time; None: at most what fits in workspace_bytes.
+    chunk_rows: rows that are processed at a time; None: at most what fits in workspace_bytes.
     workspace_bytes: of a chunk's buffers; None: 256 MiB on a CPU, 560 on CUDA. Every chunk reads and writes dW once,
-    so that 1.2 GiB, 3 chunks of 8,192 rows in place of 5, take less time on CUDA where there is room.
+    so 1.2 GiB, 3 chunks of 8,192 rows instead of 5, take less time on CUDA if that memory is available.
     backend: "torch"; "triton" for bfloat16 or float32 on CUDA; "auto": Triton for bfloat16 on CUDA, else torch.
 
-    The loss is differentiable in hidden and head, right for any upstream scale. What needs no gradient costs
+    The loss is differentiable in hidden and head, for any upstream scale. An input that needs no gradient costs
     no matmul; under `torch.no_grad()` the call is forward only. Given lm_head_grad_VH (float32 [V, H], the
     head's own gradient buffer), dW is added to it in the call, the loss is detached, and the caller runs
     `hidden_TH.backward(result.hidden_grad_TH)`; any scale then belongs in weights_T.
-    late: checks that `token_logprobs` left to its caller; what they found is raised first, in this call's one sync.
+    late: checks that `token_logprobs` left to its caller; their errors are raised first, in this call's one sync.
 
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
     not fit, a target outside the vocabulary, a negative weight, a number that is not finite in an unmasked row
-    (before anything is added to lm_head_grad_VH). The head itself is not looked through: a NaN there is a NaN in
+    (before anything is added to lm_head_grad_VH). The head itself is not checked: a NaN there is a NaN in
     the loss.
     """
     settings = LossSettings(
@@ -390,11 +392,11 @@ def grpo_loss(
         head_grad_VH = lm_head_grad_VH if grad_mode else None
         if grad_mode and lm_head_VH.requires_grad and lm_head_grad_VH is None:
             head_grad_VH = torch.empty_like(lm_head_VH, dtype=compute_dtype(lm_head_VH))
-            # The first chunk writes where it can, which saves filling the whole with zeros.
+            # The first chunk overwrites its columns, so only the rest is filled with zeros.
             head_grad_VH[columns if with_gradient else 0 :] = 0
         forward_only = hidden_grad_TH is None and head_grad_VH is None
         if forward_only:
-            # Without gradients to make, splitting the rows into two kinds would only cost a chunk.
+            # Without gradients, splitting the rows into two kinds would only add a chunk.
             with_gradient = 0
         head_VH = blas_ready(lm_head_VH[:padded])
         most_rows = max(with_gradient, len(rows) - with_gradient)

@@ -1,14 +1,14 @@
-"""layers.py's `add_norm` in Triton, forward and backward: a row comes in once and leaves once.
+"""`add_norm` of layers.py in Triton, forward and backward: a row is read once and written once.
 
     s = x + more                          rounded to the dtype
     n = r s,  r = 1 / sqrt(mean_H(s^2) + eps)                 (Zhang and Sennrich 2019, equation 4)
     y = w n                               in float32 from s to n, which is rounded to the dtype before w, as in Qwen2,
-                                          but where w is float32 and the dtype is not, as in Qwen3.5
-    ds' = ds + r (g - n mean_H(g n)),  g = w dy               the gradient of x and of more alike
+                                          unless w is float32 and the dtype is not, as in Qwen3.5
+    ds' = ds + r (g - n mean_H(g n)),  g = w dy               the gradient both of x and of more
     dw = sum_T dy n
 
 Only s, which is an output, and w are saved for backward. A program of the backward sums dw over its rows in float32;
-the programs' sums are added in their order, and their number depends on the shape alone, so dw has the same bits.
+the programs' sums are added in a fixed order, and their number depends only on the shape, so dw has the same bits.
 
 Axes: T tokens, H hidden width (docs/notation.md).
 """
@@ -29,17 +29,17 @@ from thresher.kernels.registry import Specialisation
 
 MAX_WIDTH = 8192
 PER_THREAD = 16  # elements of a row that a thread holds, two vectors of 16 bytes in bfloat16
-BACKWARD_WARPS = 1536  # of all programs together: at up to 107 registers an A100 holds 1,728 at once, an H100 2,112
-FEWEST_ROWS = 4  # that a program of the backward walks, where there are so many
+BACKWARD_WARPS = 1536  # of all programs together: at up to 107 registers an A100 runs 1,728 at once, an H100 2,112
+FEWEST_ROWS = 4  # that a program of the backward processes, if there are that many
 SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
 @triton.jit
 def _add_norm_kernel(
     x_ptr,  # [T, H] bf16 or fp32, dense
-    more_ptr,  # [T, H] the same, read where HAS_MORE
+    more_ptr,  # [T, H] the same, read if HAS_MORE
     weight_ptr,  # [H] the same, or fp32
-    sum_ptr,  # [T, H] the same, written where HAS_MORE
+    sum_ptr,  # [T, H] the same, written if HAS_MORE
     y_ptr,  # [T, H] the same, written
     eps,
     H: tl.constexpr,
@@ -66,9 +66,9 @@ def _add_norm_backward_kernel(
     sum_ptr,  # [T, H] bf16 or fp32, dense
     weight_ptr,  # [H] the same, or fp32
     grad_y_ptr,  # [T, H] the same
-    grad_sum_ptr,  # [T, H] the same, read where HAS_SUM
+    grad_sum_ptr,  # [T, H] the same, read if HAS_SUM
     grad_ptr,  # [T, H] the same, written: the gradient of x and of more
-    parts_ptr,  # [programs, H] fp32, written where HAS_PARTS
+    parts_ptr,  # [programs, H] fp32, written if HAS_PARTS
     count,  # T
     eps,
     H: tl.constexpr,
@@ -118,10 +118,10 @@ def _sum_parts_kernel(
 
 
 def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + more, its RMSNorm times `weight_H`), both [T, H], differentiable once; None adds nothing.
+    """Compute (x + more, its RMSNorm times `weight_H`), both [T, H], differentiable once; None adds nothing.
 
-    All bfloat16 or all float32, or the weight alone float32, on one GPU (or interpreted, on a CPU); H up to 8,192.
-    Raises ValueError for others.
+    All bfloat16 or all float32, or only the weight float32, on one GPU (or interpreted, on a CPU); H up to 8,192.
+    Raises ValueError for other inputs.
     """
     check_dtype("x_TH", x_TH)
     if x_TH.dim() != 2 or not 0 < x_TH.shape[1] <= MAX_WIDTH:
@@ -173,7 +173,7 @@ class _AddNorm(torch.autograd.Function):
         grad_y_TH = grad_y_TH.contiguous()
         of_weight = ctx.needs_input_grad[2]
         grad_TH, grad_H = torch.empty_like(sum_TH), torch.empty_like(weight_H) if of_weight else None
-        # Where nothing is read or written, any pointer does.
+        # An argument that is neither read nor written may be any pointer.
         parts = torch.empty((programs, columns), dtype=torch.float32, device=sum_TH.device) if of_weight else sum_TH
         with on_device(sum_TH):
             if programs:
@@ -205,19 +205,21 @@ def weight_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
 
 
 def tile(columns: int) -> tuple[int, int]:
-    """(columns of a row's tile, warps) for rows of `columns`: a power of two, and what holds PER_THREAD of it each."""
+    """Return (columns of a row's tile, a power of two; warps, with PER_THREAD elements per thread)."""
     width = triton.next_power_of_2(columns)
     return width, max(1, width // (32 * PER_THREAD))
 
 
 def backward_programs(count: int, columns: int) -> int:
-    """Programs of the backward for `count` rows; a function of the shape alone, for dw's bits depend on it."""
+    """Return the programs of the backward for `count` rows, a function of the shape only (dw's bits need that)."""
     return min(triton.cdiv(count, FEWEST_ROWS), BACKWARD_WARPS // tile(columns)[1])
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The widths of Qwen2.5 0.5B, 1.5B, 3B, 7B and 72B in bfloat16, and what is left out where it may be; one width in
-    float32; and Qwen3.5 0.8B's with a weight in float32. The sum's 256 are heads_triton.py's two weights."""
+    """Return the widths of Qwen2.5 0.5B, 1.5B, 3B, 7B and 72B in bfloat16, also without the optional arguments.
+
+    In addition one width in float32, and that of Qwen3.5 0.8B with a weight in float32. The 256 of the sum are the two
+    weights of heads_triton.py."""
     widths = (896, 1536, 2048, 3584, 8192)
     listed = [_forward_specialisation("*bf16", width, True) for width in widths]
     listed += [_backward_specialisation("*bf16", width, True, True) for width in widths]

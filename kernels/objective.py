@@ -1,7 +1,7 @@
-"""The objective of a row: surrogate, KL and entropy, and what its logits' gradient is made of.
+"""The objective of a row: surrogate, KL and entropy, and the coefficients of its logits' gradient.
 
-The loss's maths stands at the top of loss.py; this file is its part after the vocabulary, on [R] vectors, shared by
-every backend. Nothing here sees a logit, and nothing here sees a masked row.
+The maths of the loss is at the top of loss.py. This file is its part after the vocabulary, on [R] vectors, shared by
+every backend. It sees neither logits nor masked rows.
 
 Surrogates: J is maximised. l = log pi, r = exp(l - old), A the advantage; [x] passes no gradient; clip(r) lies in
 [1 - low, 1 + high]; means are over a sequence's rows in the loss.
@@ -16,32 +16,32 @@ Surrogates: J is maximised. l = log pi, r = exp(l - old), A the advantage; [x] p
     gmpo       A exp([mean(c)] + c - [c]), c = l - old, bounded where clip's clip binds    GMPO, 2507.20673
     guard      J - lambda max(0, old - l) for rows of A >= 0, in a turn whose sum of old - l over these rows is above 0:
                a likelihood that falls though the answer was right                         LLDS, 2512.04220, eq. 4
-               (guard_zero=False: of A > 0 alone; a row whose turn is -1 is not held)
+               (guard_zero=False: only rows of A > 0; a row whose turn is -1 is not guarded)
 
-The first six see one row at a time. Their slopes dJ/dl are computed a chunk at a time, before its logits' gradient.
-gspo, gmpo, the guard and a user's own see all rows of a call: the log-probs are computed first, in a pass of the head
-without a gradient, 2THV beside the 6THV of the rest; then the slopes. A row's slope has the row's own advantage, so
-advantages may differ within a sequence.
+The first six need one row at a time. Their slopes dJ/dl are computed chunk by chunk, before the logits' gradient.
+gspo, gmpo, the guard and a user's own need all rows of a call. For these the log-probs are computed first, in a pass of
+the head without a gradient (2THV in addition to the 6THV of the rest), then the slopes. A row's slope contains the
+row's own advantage, so advantages may differ within a sequence.
 
 A user's own surrogate is a function
 
     objective(logprobs, old, ref, advantages, mask, sequence) -> loss
 
-of vectors [R], a value a row that is in the loss: log-probs (differentiable), those when sampled, the reference's (None
-without one), advantages, mask (bool: the row is in the loss; all are, for the others were left out), and sequence
-(int64: which sequence the row is of, from 0). It returns the loss of each row, [R], which is multiplied by the row's
-weight (the aggregation) and added up. Its gradient is autograd's, so what it detaches is detached.
+of vectors [R], one value per row that is in the loss: log-probs (differentiable), old log-probs, the reference's (None
+without one), advantages, mask (bool: the row is in the loss; all True, because masked rows were dropped), and sequence
+(int64: the number of the row's sequence, from 0). It returns the loss of each row, [R], which is multiplied by the
+row's weight (the aggregation) and summed. Its gradient is that of autograd; detached terms have none.
 
-KL of one token, the value and the gradient chosen apart: d = log pi - log pi_ref, r = pi / pi_old; c multiplies
-grad log pi where the estimator stands in the loss.
+KL of one token; value and gradient are chosen separately. d = log pi - log pi_ref, r = pi / pi_old; c multiplies
+grad log pi if the estimator is in the loss.
 
     k1        d                   c = 1             expectation 0 on policy: no gradient signal
     k2        d * d / 2           c = d             the exact reverse-KL gradient, on policy
     k3        exp(-d) + d - 1     c = 1 - exp(-d)   the gradient of KL(ref || pi); unbounded for pi << ref
     k3_ratio  r * k3              c = r * d         exact on and off policy: r*k3 + r*(1 - exp(-d)) = r*d
 
-An exponent is capped at 80, and the gradient keeps the capped value instead of dropping to zero, so an explosion is
-seen and never becomes NaN. k3_ratio multiplies two such exponentials, so the product is bounded by exp(80) as well.
+Exponents are capped at 80. The gradient keeps the capped value instead of dropping to zero, so an explosion stays
+visible and never becomes NaN. k3_ratio multiplies two such exponentials; the product is bounded by exp(80) as well.
 
 k1, k2, k3: Schulman, "Approximating KL Divergence" (2020). Deliberately absent: sequence-level estimators of the KL.
 
@@ -64,7 +64,7 @@ Objective = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Te
 OF_ROWS = ("clip", "reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl")
 OF_SEQUENCES = ("gspo", "gmpo")
 SURROGATES = (*OF_ROWS, *OF_SEQUENCES)
-# exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
+# exp(80) is 5.5e34: within float32, with four decades left for the numbers that it is multiplied by.
 BOUND = math.exp(EXP_CAP)
 ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
 CHOICES = (*ESTIMATORS, "none")
@@ -72,7 +72,7 @@ CHOICES = (*ESTIMATORS, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The scalars of the loss, as `grpo_loss` documents them; refuses what makes no sense."""
+    """The scalars of the loss, as `grpo_loss` documents them. ValueError if one is out of range or unknown."""
 
     temperature: float = 1.0
     clip_low: float = 0.2
@@ -109,34 +109,34 @@ class LossSettings:
 
     @property
     def gradient_estimator(self) -> str:
-        """The estimator whose gradient is taken; "none" when beta leaves it without effect."""
+        """Return the estimator whose gradient is taken; "none" if beta is 0."""
         return (self.kl_gradient or self.kl_value) if self.beta else "none"
 
     @property
     def of_rows(self) -> bool:
-        """Whether the surrogate of a row needs no other row."""
+        """Return whether the surrogate of a row needs no other row."""
         return self.surrogate in OF_ROWS and not self.guard
 
     @property
     def every_row_has_gradient(self) -> bool:
-        """False when a row of advantage 0 has no gradient, whatever its log-prob turns out to be."""
+        """Return False if a row of advantage 0 has no gradient, whatever its log-prob is."""
         whatever = not isinstance(self.surrogate, str) or self.guard > 0
         return self.gradient_estimator != "none" or self.entropy_coef != 0.0 or whatever
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossRows:
-    """The unmasked rows, in the order they are worked on; floating vectors in the compute dtype."""
+    """The unmasked rows, in the order in which they are processed; floating vectors in the compute dtype."""
 
-    index_R: Tensor | None  # int64, where the row stands in the inputs; None: all rows, as they stand there
+    index_R: Tensor | None  # int64, the row's index in the inputs; None: all rows, in the order of the inputs
     targets_R: Tensor  # int64
-    old_R: Tensor | None  # None: the log-probs of this very forward, so that every ratio is 1
+    old_R: Tensor | None  # None: the log-probs of the same forward, so that every ratio is 1
     advantages_R: Tensor
     weights_R: Tensor
     ref_R: Tensor | None
     sequence_R: Tensor | None = None  # int64, the number of each row's sequence, from 0
     turn_R: Tensor | None = None  # int64, the number of each row's turn, from 0, of all sequences; -1: not guarded
-    slopes_R: Tensor | None = None  # of the surrogate by the log-prob, once they are known for all rows
+    slopes_R: Tensor | None = None  # dJ/dl of the surrogate, once computed for all rows
 
     def __len__(self) -> int:
         return len(self.targets_R)
@@ -149,19 +149,21 @@ class LossRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossResult:
-    """Result of `grpo_loss`. Per-token tensors are [T], detached, float32 (float64 for float64 inputs), in nats; a row
-    of weight 0 holds 0 (False) everywhere."""
+    """Result of `grpo_loss`.
+
+    Per-token tensors are [T], detached, float32 (float64 for float64 inputs), in nats; 0 (False) at rows of weight 0.
+    """
 
     loss: Tensor  # 0-d, the sum over rows
     logprobs: Tensor
     ratios: Tensor  # pi / pi_old, its exponent capped at 80
     kl: dict[str, Tensor]  # by estimator: k1, k2, k3, k3_ratio; empty without reference log-probs
     entropy: Tensor
-    clipped: Tensor  # bool: A != 0 and the clip, or dual clip, leaves the policy-gradient term no gradient
+    clipped: Tensor  # bool: A != 0 and the clip, or dual clip, removes the gradient of the policy-gradient term
     capped: Tensor  # 0-d int64: unmasked rows with log-ratio > 80, or d < -80, whose exponent was capped
-    hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
+    hidden_grad_TH: Tensor | None = None  # hidden's dtype; only if the call was given lm_head_grad_VH
     kl_coefficients: Tensor | None = None  # dKL/dlogp of the gradient's estimator; None without reference log-probs
-    logit_gradients: Tensor | None = None  # dloss/d(hidden @ head.T)[target]; None where the call made no gradient
+    logit_gradients: Tensor | None = None  # dloss/d(hidden @ head.T)[target]; None if the call computed no gradient
 
 
 class LogitGradient(NamedTuple):
@@ -174,34 +176,33 @@ class LogitGradient(NamedTuple):
 
 
 class LossBackend(HeadBackend, Protocol):
-    """An implementation of the loss, for the chunks of a call: TorchLoss in loss.py, TritonLoss in
-    coefficients_triton.py."""
+    """An implementation of the loss for chunks: TorchLoss in loss.py, TritonLoss in coefficients_triton.py."""
 
     def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
-        """`logprobs`, with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
+        """Compute `logprobs` and dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
 
 
 def capped(exponent_R: Tensor) -> Tensor:
-    """min(exponent, 80) whose derivative stays 1 above the cap."""
+    """Return min(exponent, 80), with a derivative that stays 1 above the cap."""
     return exponent_R.clamp(max=EXP_CAP).detach() + (exponent_R - exponent_R.detach())
 
 
 def capped_exp(exponent_R: Tensor) -> Tensor:
-    """exp(min(exponent, 80)), elementwise. For autograd its derivative is its own value, capped or not."""
+    """Return exp(min(exponent, 80)), elementwise. For autograd its derivative is its own value, capped or not."""
     return torch.exp(capped(exponent_R))
 
 
 def log_ratios(logprobs_R: Tensor, rows: LossRows) -> Tensor:
-    """log(pi / pi_old) of each row; autograd passes to pi alone."""
+    """Return log(pi / pi_old) of each row; only pi has a gradient."""
     return logprobs_R - (logprobs_R.detach() if rows.old_R is None else rows.old_R)
 
 
 class WrongObjective(ValueError):
-    """A user's objective returned what is no loss."""
+    """A user's objective did not return a loss."""
 
 
 def group_means(values_R: Tensor, group_R: Tensor) -> Tensor:
-    """The mean over the rows of its group, for each row; without a gradient. Sums are in float64."""
+    """Return for each row the mean over the rows of its group, without a gradient. Sums are in float64."""
     totals = values_R.new_zeros(int(group_R.max()) + 1 if len(group_R) else 0, dtype=torch.float64)
     rows = torch.zeros_like(totals).index_add_(0, group_R, torch.ones_like(values_R, dtype=torch.float64))
     totals.index_add_(0, group_R, values_R.detach().double())
@@ -209,7 +210,7 @@ def group_means(values_R: Tensor, group_R: Tensor) -> Tensor:
 
 
 def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (ratio, J, clipped) of each row; autograd may pass through J. clipped: no gradient, though A is not 0."""
+    """Return (ratio, J, clipped) of each row; J is differentiable. clipped: no gradient, though A is not 0."""
     ratio_R = capped_exp(log_ratios(logprobs_R, rows))
     worth_R, clipped_R = _worth(logprobs_R, ratio_R, rows, settings)
     if settings.guard:
@@ -261,7 +262,7 @@ def _clipped(ratio_R: Tensor, A_R: Tensor, low: float, high: float, dual: float 
 
 
 def _divergence(name: str, logprobs_R: Tensor, rows: LossRows) -> Tensor:
-    """Between pi and pi_old as distributions over "this token" and "another"."""
+    """Return the divergence of pi and pi_old as distributions over "this token" and "another"."""
     old_R = logprobs_R if rows.old_R is None else rows.old_R
     new, old = (x_R.double().clamp(max=0.0).exp() for x_R in (logprobs_R, old_R))
     if name == "dppo_tv":
@@ -271,7 +272,7 @@ def _divergence(name: str, logprobs_R: Tensor, rows: LossRows) -> Tensor:
 
 
 def _own_loss(objective: Objective, logprobs_R: Tensor, rows: LossRows) -> Tensor:
-    """A user's loss of each row. WrongObjective for one of another shape, and one that is not finite."""
+    """Return a user's loss of each row. WrongObjective if it has another shape or is not finite."""
     assert rows.sequence_R is not None
     old_R = logprobs_R.detach() if rows.old_R is None else rows.old_R
     loss_R = objective(logprobs_R, old_R, rows.ref_R, rows.advantages_R, rows.weights_R != 0, rows.sequence_R)
@@ -291,7 +292,7 @@ def slopes(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor
     with torch.enable_grad():
         leaf_R = logprobs_R.detach().requires_grad_(True)
         _, worth_R, _ = surrogate_of(leaf_R, rows, settings)
-        if isinstance(settings.surrogate, str):  # a row's slope has no other row's weight
+        if isinstance(settings.surrogate, str):  # the weights of other rows are not in a row's slope
             (slope_R,) = torch.autograd.grad(worth_R.sum(), leaf_R)
             return slope_R
         total = (worth_R * rows.weights_R).sum()
@@ -304,19 +305,19 @@ def slopes(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor
 
 
 def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:
-    """Every estimator of every row, by name.
+    """Compute every estimator for every row, by name.
 
     log_ref_ratio_R: d, [R] float32 or float64. ratio_R: r, [R], already capped. Returns ESTIMATORS -> [R], in
-    nats. Differentiable: the reference gets its gradient here, and so checks `kl_coefficient`.
+    nats. Differentiable: the reference loss takes its gradient from here, which checks `kl_coefficient`.
     """
     d = log_ref_ratio_R
-    # expm1 and not exp(-d) - 1: at |d| = 1e-3 the latter has lost a tenth of k3 in float32.
+    # expm1 and not exp(-d) - 1: at |d| = 1e-3 the latter loses a tenth of k3 in float32.
     k3 = torch.expm1(capped(-d)) + d
     return {"k1": d, "k2": 0.5 * d * d, "k3": k3, "k3_ratio": (ratio_R * k3).clamp(max=BOUND)}
 
 
 def kl_coefficient(name: str, log_ref_ratio_R: Tensor, ratio_R: Tensor) -> Tensor:
-    """c of the table above: dKL/dlogp of estimator `name` for every row, [R]."""
+    """Return c of the table above: dKL/dlogp of estimator `name` for every row, [R]."""
     d = log_ref_ratio_R
     if name == "k1":
         return torch.ones_like(d)
@@ -330,7 +331,7 @@ def kl_coefficient(name: str, log_ref_ratio_R: Tensor, ratio_R: Tensor) -> Tenso
 
 
 def target_coefficients(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor:
-    """Return dloss/dlogp of each row, entropy and weight aside, [R]: the surrogate's and the KL's."""
+    """Return dloss/dlogp of each row, [R], of surrogate and KL, without entropy and weight."""
     if rows.slopes_R is not None:
         coefficient_R = -rows.slopes_R
     elif settings.surrogate == "clip":
@@ -349,11 +350,12 @@ def target_coefficients(logprobs_R: Tensor, rows: LossRows, settings: LossSettin
 def logit_coefficients(
     logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the coefficients of the logits' gradient (on_target, on_probs, on_plogp), 1/temperature included, all [R]:
-    dz = on_target * [v = y] + on_probs * p + on_plogp * p log p."""
+    """Return the coefficients (on_target, on_probs, on_plogp) of the logits' gradient, all [R].
+
+    dz = on_target * [v = y] + on_probs * p + on_plogp * p log p, with 1/temperature included."""
     on_target_R = target_coefficients(logprobs_R, rows, settings)
     scale_R = rows.weights_R / settings.temperature
-    # Bounded, for an infinite coefficient times a probability of 0 would be NaN.
+    # Bounded, because an infinite coefficient times a probability of 0 would be NaN.
     on_target_R = (on_target_R * scale_R).clamp_(-BOUND, BOUND)
     if not settings.entropy_coef:
         return on_target_R, -on_target_R, None
@@ -369,7 +371,7 @@ def assemble(
     length: int,
     logit_gradients_R: Tensor | None = None,
 ) -> LossResult:
-    """Loss and metrics from log-probs and entropies of the unmasked rows; autograd may pass to the loss."""
+    """Compute loss and metrics from log-probs and entropies of the unmasked rows; the loss is differentiable."""
     ratios_R, objective_R, clipped_R = surrogate_of(logprobs_R, rows, settings)
     capped_R = log_ratios(logprobs_R, rows) > EXP_CAP
     kl_R: dict[str, Tensor] = {}
@@ -384,7 +386,7 @@ def assemble(
         loss_R = loss_R + settings.beta * kl_R[settings.kl_value].detach()
     estimator = settings.gradient_estimator
     if estimator != "none" and kl_R[estimator].requires_grad:
-        # Worth 0: the value above, this one's gradient. Only the reference, which has a graph, comes here.
+        # Adds 0 to the value, and this estimator's gradient. Only the reference, which has a graph, runs this.
         loss_R = loss_R + settings.beta * (kl_R[estimator] - kl_R[estimator].detach())
     if settings.entropy_coef:
         loss_R = loss_R - settings.entropy_coef * entropy_R

@@ -1,14 +1,13 @@
-"""Operands of the kernels: what is refused, and the three products of a loss with its head, from float32 accumulators.
+"""Operands of the kernels: their checks, and the three products of a loss with its head, from float32 accumulators.
 
     logits = rows @ head.T        dX = dlogits @ head        dW += dlogits.T @ rows
 
 Shapes, dtypes and devices are checked on the host. Bad data (a target outside the vocabulary, a NaN in an unmasked row)
-sets one flag, read together with the row counts in the one host sync of a call, or later with the flags of other calls
-(`raise_late`, or `grpo_loss`). On CUDA bfloat16 operands are
-multiplied as they are, into float32. Elsewhere, and in float16, operands are brought to float32 first, the head a slab
-at a time.
+sets a flag, which is read together with the row counts in the one host sync of a call, or later with the flags of other
+calls (`raise_late`, or `grpo_loss`). On CUDA, bfloat16 operands are multiplied as they are, into float32. Elsewhere,
+and in float16, operands are converted to float32 first, the head a slab at a time.
 
-Axes: T tokens, R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist), U columns of
+Axes: T tokens, R rows of a chunk, M a padded chunk, H hidden width, V vocabulary (columns that exist), U columns of
 a slab (docs/notation.md).
 """
 
@@ -29,17 +28,17 @@ from torch import Tensor
 from thresher.common.machine import is_amd
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-TINY = np.finfo(np.float32).tiny  # the smallest normal number; its reciprocal is normal, too
+TINY = np.finfo(np.float32).tiny  # the smallest normal number; its reciprocal is also normal
 DTYPES = (torch.bfloat16, torch.float32)  # of a Triton kernel
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class NotFinite(ValueError):
-    """A hidden state is not finite: the weights are at fault, and not whoever called."""
+    """A hidden state is not finite. The weights are at fault, not the caller."""
 
 
 class RowCheck(NamedTuple):
-    """One kind of bad data: the rows that have it, and the words for it. values_T None: a row of hidden states."""
+    """One kind of bad data: the rows that have it, and text for the message. values_T None: rows of hidden states."""
 
     name: str
     bad_T: Tensor
@@ -48,7 +47,7 @@ class RowCheck(NamedTuple):
 
 
 def resolve_backend(backend: str, hidden_TH: Tensor) -> str:
-    """The backend that runs: "torch" or "triton". "auto": Triton for bfloat16 on CUDA, where it is installed."""
+    """Return the backend to run, "torch" or "triton". "auto": Triton for bfloat16 on CUDA, if it is installed."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'")
     if backend == "auto":
@@ -67,8 +66,7 @@ def resolve_backend(backend: str, hidden_TH: Tensor) -> str:
 
 
 def check_scalar(name: str, value: float, low: float = -math.inf, strict: bool = False) -> None:
-    """Refuses a number below `low` (or equal to it, if strict), one that float32 does not hold, and what is no
-    number."""
+    """Raise ValueError for a number below `low` (or equal to it, if strict) or beyond float32, and for a non-number."""
     try:
         fits = not isinstance(value, bool | str | bytes) and abs(float(value)) <= FLOAT32_MAX
     except (TypeError, ValueError, OverflowError):
@@ -79,7 +77,7 @@ def check_scalar(name: str, value: float, low: float = -math.inf, strict: bool =
 
 
 def check_temperature(value: float) -> None:
-    """Refuses a temperature by which float32 logits cannot be divided."""
+    """Raise ValueError for a temperature by which float32 logits cannot be divided."""
     check_scalar("temperature", value, 0.0, strict=True)
     if not divides_in_float32(np.array([value])).all():
         raise ValueError(
@@ -88,8 +86,9 @@ def check_temperature(value: float) -> None:
 
 
 def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return whether logits can be divided by each temperature: its float32 value and its reciprocal are normal numbers
-    above 0."""
+    """Return whether logits can be divided by each temperature.
+
+    They can if its float32 value and its reciprocal are normal numbers above 0."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         rounded = temperature.astype(np.float32)
         fits: npt.NDArray[np.bool_] = (rounded >= TINY) & (1 / rounded >= TINY)
@@ -99,7 +98,7 @@ def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def check_head(
     hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, vocab_size: int | None, chunk_rows: int | None
 ) -> int:
-    """Checks what the head needs, and returns the number of vocabulary columns that exist."""
+    """Check shapes, dtypes and devices, and return the number of vocabulary columns that exist."""
     for name, tensor in (("hidden_TH", hidden_TH), ("lm_head_VH", lm_head_VH)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor")
@@ -123,7 +122,7 @@ def check_head(
 
 
 def check_rows(name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """One number per row of hidden_TH, of an accepted dtype, on the same device."""
+    """Check that there is one number per row of hidden_TH, of an accepted dtype, on the same device."""
     if not isinstance(values_T, Tensor):
         raise ValueError(f"{name} is a {type(values_T).__name__}; expected a tensor")
     if values_T.shape != hidden_TH.shape[:1]:
@@ -135,9 +134,9 @@ def check_rows(name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[tor
 
 
 def head_checks(hidden_TH: Tensor, targets_T: Tensor, columns: int) -> list[RowCheck]:
-    """The data checks of what the head needs. No host sync."""
-    # One sum a row finds NaN and infinity in a single pass without a temporary of [T, H]; it also refuses
-    # finite values near float32's end, whose logits would not be finite either.
+    """Make the data checks of hidden states and targets. No host sync."""
+    # One sum per row finds NaN and infinity in a single pass without a temporary of [T, H]. It also refuses
+    # finite values near float32's limit, whose logits would not be finite either.
     sums_T = hidden_TH.detach().sum(1, dtype=compute_dtype(hidden_TH))
     outside_T = (targets_T < 0) | (targets_T >= columns)
     return [
@@ -147,7 +146,7 @@ def head_checks(hidden_TH: Tensor, targets_T: Tensor, columns: int) -> list[RowC
 
 
 def any_bad(checks: list[RowCheck]) -> Tensor:
-    """One flag on the device, 0-d bool: does any check find a bad row? No host sync."""
+    """Return a flag on the device, 0-d bool: whether any check finds a bad row. No host sync."""
     bad_T = checks[0].bad_T
     for check in checks[1:]:
         bad_T = bad_T | check.bad_T
@@ -155,7 +154,7 @@ def any_bad(checks: list[RowCheck]) -> Tensor:
 
 
 def raise_first(checks: list[RowCheck]) -> None:
-    """Raises ValueError (NotFinite) for the first bad row of the first check that has one. Syncs."""
+    """Raise ValueError (NotFinite) for the first bad row of the first check that has one. Syncs."""
     for check in checks:
         index = check.bad_T.nonzero()
         if len(index):
@@ -174,18 +173,18 @@ def raise_late(calls: Sequence[list[RowCheck]]) -> None:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes a CUDA tensor's device the current one, which is where Triton launches."""
+    """Make a CUDA tensor's device the current device, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless it is bfloat16 or float32."""
+    """Raise ValueError unless `tensor` is bfloat16 or float32."""
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {tensor.dtype}; expected bfloat16 or float32")
 
 
 def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` is dense and has this shape, dtype and device."""
+    """Raise ValueError unless `tensor` is dense and has this shape, dtype and device."""
     if tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected dense {tuple(shape)}"
@@ -195,32 +194,32 @@ def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dt
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Return x, copied where an x[n] is not dense."""
+    """Return x, copied if an x[n] is not dense."""
     return x if x.stride()[1:] == x[:1].contiguous().stride()[1:] else x.contiguous()
 
 
 # --- Products with the head
 
 MIB = 2**20
-# A CPU's float32 matmul takes another kernel for odd rows, and for fewer than 16. Filled up to a multiple of 16 rows it
-# is batch-invariant (a row's bits depend neither on its place nor on its neighbours) with MKL on AVX-512 and with MKL's
+# A CPU's float32 matmul uses another kernel for odd rows, and for fewer than 16. Padded to a multiple of 16 rows it
+# is batch-invariant (a row's bits depend neither on its place nor on the other rows) with MKL on AVX-512 and with MKL's
 # strict reproducibility (MKL_CBWR=AUTO,STRICT), but not with MKL on AVX2 nor for wide heads on several threads:
-# docs/design.md, "Rollout", has the list. (Nor for under 16 columns with H no multiple of 4.)
+# docs/design.md, "Rollout", has the list. (Nor for fewer than 16 columns with H no multiple of 4.)
 ROW_MULTIPLE = 16
-# Exponentials are stored up to a multiple of so many columns, 128 bytes of bfloat16: their rows begin on a line of the
-# cache, and both the stores and the matmuls move whole vectors of 16 bytes.
+# Exponentials are stored up to a multiple of this many columns, 128 bytes of bfloat16: their rows begin on a cache
+# line, and both the stores and the matmuls move whole vectors of 16 bytes.
 COLUMN_MULTIPLE = 64
-# A CPU's product of a few rows with the head is faster by parts of so many columns (the last may have up to twice as
+# A CPU's product of a few rows with the head is faster in parts of this many columns (the last may have up to twice as
 # many): 64 rows with [49152, 576] took 1.5 times as long whole, 512 rows 1.3, with the same bits (MKL on AVX2).
 COLUMNS_AT_A_TIME = 1024
 # A product with a smaller matrix takes less time than oneDNN's call: 12 us for 64 rows of 64 by 64, where MKL takes 6.
 ONEDNN_FROM = 2**18  # elements
-# What a part of a low-precision head, or of its gradient, may take in float32.
+# The largest part of a low-precision head, or of its gradient, in float32.
 SLAB_BYTES = 64 * MIB
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
+    """Return the dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -230,9 +229,10 @@ def mixed_matmul(tensor: Tensor) -> bool:
 
 
 def onednn_is_faster(weight: Tensor) -> bool:
-    """Return whether oneDNN multiplies by a matrix of ONEDNN_FROM elements faster than MKL, torch's choice: in float32
-    on an AMD processor with AVX-512, where MKL runs its AVX2 kernels and oneDNN is 2.2 times as fast (Zen 5). The
-    number of rows does not count, because a row's bits must not depend on how many others share its product."""
+    """Return whether oneDNN multiplies by a matrix of ONEDNN_FROM elements faster than MKL, torch's default.
+
+    It does in float32 on an AMD processor with AVX-512, where MKL runs its AVX2 kernels and oneDNN is 2.2 times as fast
+    (Zen 5). The number of rows is ignored, because a row's bits must not depend on how many rows its product has."""
     on_cpu = weight.dtype == torch.float32 and weight.device.type == "cpu"
     return on_cpu and _mkl_lacks_avx512() and torch._C._get_mkldnn_enabled()
 
@@ -244,23 +244,23 @@ def _mkl_lacks_avx512() -> bool:
 
 
 def onednn_product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Multiply left @ right.T + bias by oneDNN: [M, N]. Both may be transposed views."""
+    """Compute left @ right.T + bias, [M, N], by oneDNN. Both may be transposed views."""
     product_MN: Tensor = torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
     return product_MN
 
 
 def stored_columns(columns: int) -> int:
-    """Columns of the stored exponentials: `columns`, or so many more that they are a multiple of COLUMN_MULTIPLE."""
+    """Return the number of columns of the stored exponentials: `columns`, rounded up to COLUMN_MULTIPLE."""
     return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def blas_ready(lm_head_VH: Tensor) -> Tensor:
-    """The head as a matmul takes it: copied here if neither axis is dense, or every chunk would copy it."""
+    """Return the head, copied if neither axis is dense, because the matmul of every chunk would copy it otherwise."""
     return lm_head_VH if 1 in lm_head_VH.stride() else lm_head_VH.contiguous()
 
 
 def head_slabs(lm_head_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The head in `dtype`: whole where it is that already, else a slab of columns at a time, copied."""
+    """Yield the head in `dtype`: whole if it has that dtype, else copies of a slab of columns at a time."""
     columns, width = lm_head_VH.shape
     if lm_head_VH.dtype == dtype:
         return iter([(slice(0, columns), lm_head_VH)])
@@ -270,13 +270,13 @@ def head_slabs(lm_head_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, 
 
 
 def fill_rows(rows_RH: Tensor, lm_head_VH: Tensor) -> Tensor:
-    """A chunk as the head's left operand: dense, in the dtype of the matmul, filled up with rows of zeros."""
+    """Return a chunk as the head's left operand: dense, in the dtype of the matmul, padded with rows of zeros."""
     dtype = rows_RH.dtype if mixed_matmul(lm_head_VH) else compute_dtype(lm_head_VH)
     return F.pad(rows_RH.to(dtype), (0, 0, 0, -rows_RH.shape[0] % ROW_MULTIPLE)).contiguous()
 
 
 def logits_product(rows_MH: Tensor, lm_head_VH: Tensor, logits_MV: Tensor) -> None:
-    """logits = rows @ head.T, into a buffer of the compute dtype. rows_MH: from `fill_rows`."""
+    """Write logits = rows @ head.T into a buffer of the compute dtype. rows_MH: from `fill_rows`."""
     if mixed_matmul(lm_head_VH):
         torch.mm(rows_MH, lm_head_VH.t(), out_dtype=logits_MV.dtype, out=logits_MV)
     else:
@@ -289,7 +289,7 @@ def logits_product(rows_MH: Tensor, lm_head_VH: Tensor, logits_MV: Tensor) -> No
 
 
 def hidden_product(dlogits_RV: Tensor, lm_head_VH: Tensor) -> Tensor:
-    """dlogits @ head, [R, H] of the compute dtype. dlogits_RV: the compute dtype or the head's."""
+    """Compute dlogits @ head, [R, H] of the compute dtype. dlogits_RV: in the compute dtype or the head's."""
     dtype = compute_dtype(lm_head_VH)
     if mixed_matmul(lm_head_VH):
         return torch.mm(dlogits_RV.to(lm_head_VH.dtype), lm_head_VH, out_dtype=dtype)
@@ -300,7 +300,7 @@ def hidden_product(dlogits_RV: Tensor, lm_head_VH: Tensor) -> Tensor:
 
 
 def scale_rows(rows_RH: Tensor, factor_R: Tensor | None) -> Tensor:
-    """rows * factor, row by row, in the dtype in which `add_head_product` multiplies; None is a factor of 1."""
+    """Compute rows * factor, row by row, in the dtype in which `add_head_product` multiplies; None is a factor of 1."""
     if factor_R is None:
         return rows_RH
     scaled_RH = rows_RH * factor_R[:, None]
@@ -308,8 +308,9 @@ def scale_rows(rows_RH: Tensor, factor_R: Tensor | None) -> Tensor:
 
 
 def add_head_product(grad_VH: Tensor, dlogits_RV: Tensor, rows_RH: Tensor, keep: bool) -> None:
-    """grad += dlogits.T @ rows, in grad's float32 and in its place: there is no second [V, H]. Where `keep` is False,
-    what grad held before is overwritten, unread."""
+    """Compute grad += dlogits.T @ rows in place, in grad's float32, without a second [V, H].
+
+    If `keep` is False, grad is overwritten without being read."""
     if mixed_matmul(rows_RH):
         low_RV = dlogits_RV.to(rows_RH.dtype)
         torch.addmm(grad_VH, low_RV.t(), rows_RH, out_dtype=grad_VH.dtype, beta=int(keep), out=grad_VH)
@@ -318,8 +319,9 @@ def add_head_product(grad_VH: Tensor, dlogits_RV: Tensor, rows_RH: Tensor, keep:
 
 
 def _multiply(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, add: bool = False) -> None:
-    """Write left @ right into `out`, or add it to what `out` holds, which is not read otherwise. oneDNN's products are
-    made beside `out`, a part of its rows at a time."""
+    """Write left @ right into `out`, which is not read, or add it to `out`.
+
+    oneDNN's products go to a temporary tensor, a part of the rows at a time."""
     if right_KN.numel() < ONEDNN_FROM or not onednn_is_faster(right_KN):
         out_MN.addmm_(left_MK, right_KN, beta=int(add))
         return

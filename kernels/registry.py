@@ -1,8 +1,9 @@
-"""The Triton kernels: every file below kernels/ named *_triton.py, and what each compiles its kernels for.
+"""Registry of the Triton kernels: every file below kernels/ named *_triton.py, and its kernels' specialisations.
 
-A file lists its specialisations, one record for each that its launcher may ask for, in `specialisations()`. `thresher
-bench compile` compiles them for GPUs that need not be there. A file is refused where a kernel of its own has none. A
-`@triton.jit` function that another one calls is not a kernel. Files are read as text, so that listing needs no Triton.
+A file lists its specialisations, one record for each that its launcher may request, in `specialisations()`. `thresher
+bench compile` compiles them; it needs no GPU. A file with a kernel that has no specialisation is refused. A
+`@triton.jit` function that another one calls is not a kernel. Files are found and read as text; only their
+specialisations need Triton.
 """
 
 import ast
@@ -18,10 +19,10 @@ KERNELS = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramWork:
-    """Work of one program of a launch, for a predicted share of peak.
+    """Work of one program of a launch, from which a share of peak is predicted.
 
-    flops: multiplications and additions on tensor cores. bytes: read from and written to the GPU's memory; reads from a
-    cache are left out. trips: of its main loop.
+    flops: multiplications and additions on tensor cores. bytes: read from and written to the GPU's memory, without
+    reads from a cache. trips: iterations of its main loop.
     """
 
     flops: float
@@ -34,16 +35,16 @@ class Specialisation:
     """One kernel with the types and constants of one launch.
 
     signature: argument name -> Triton's type ("*bf16", "*fp32", "i32", "i64", "fp32"), without the constants.
-    constants: `tl.constexpr` argument name -> value. aligned: arguments that launches find divisible by 16
+    constants: `tl.constexpr` argument name -> value. aligned: arguments that are divisible by 16 in launches
     (pointers that torch allocated, strides padded to it), which the compiler turns into wide loads.
     capabilities: the GPUs that this tiling is launched on, 80 for sm_80 and later without wgmma, 90 for sm_90.
-    maxnreg: registers that a thread may have, where the launch caps them. enable_fp_fusion: whether a product and a sum
+    maxnreg: registers that a thread may have, if the launch limits them. enable_fp_fusion: whether a product and a sum
     may become one operation with one rounding.
-    tensor_cores: whether the code is expected to hold matrix instructions (mma on sm_80, wgmma on sm_90).
-    wgmma: whether its tiles have the 64 rows that a wgmma takes; where not, sm_90 is expected to do with mma.
-    wide: whether the bulk of loads and stores has to be of 16 bytes each; a few scalars may be narrower.
-    tile_bytes: what one trip of the main loop loads; 0 leaves it to be read off the code. work: of one program, where a
-    share of peak is to be predicted.
+    tensor_cores: whether the code is expected to contain matrix instructions (mma on sm_80, wgmma on sm_90).
+    wgmma: whether its tiles have the 64 rows that a wgmma needs; if not, sm_90 is expected to use mma.
+    wide: whether most loads and stores have to be 16 bytes wide; a few scalars may be narrower.
+    tile_bytes: bytes that one trip of the main loop loads; 0: derived from the code. work: of one program, if a share
+    of peak is to be predicted.
     """
 
     name: str
@@ -64,14 +65,16 @@ class Specialisation:
 
 
 def triton_modules() -> tuple[str, ...]:
-    """Names of the modules that hold Triton kernels, in alphabetical order. Imports none of them."""
+    """Return the names of the modules with Triton kernels, in alphabetical order, without importing them."""
     files = sorted(path.relative_to(KERNELS).with_suffix("") for path in KERNELS.rglob("*_triton.py"))
     return tuple(".".join(("thresher.kernels", *path.parts)) for path in files)
 
 
 def specialisations_of(module: str) -> tuple[Specialisation, ...]:
-    """Return the specialisations that `module` lists. Raises ModuleNotFoundError where there is no such module,
-    ValueError where it lists nothing or leaves one of its kernels out."""
+    """Return the specialisations that `module` lists.
+
+    Raises ModuleNotFoundError if there is no such module, ValueError if it lists nothing or omits one of its kernels.
+    """
     loaded = import_module(module)
     if not hasattr(loaded, "specialisations"):
         raise ValueError("expected a module with a function specialisations(), as kernels/head_triton.py")
@@ -86,7 +89,7 @@ def specialisations_of(module: str) -> tuple[Specialisation, ...]:
 
 
 def kernels_in(source: str) -> set[str]:
-    """Names of the `@triton.jit` functions of a file that no other of them calls: the kernels."""
+    """Return the names of a file's kernels: its `@triton.jit` functions that no other of them calls."""
     jitted = [
         node
         for node in ast.parse(source).body
@@ -97,7 +100,7 @@ def kernels_in(source: str) -> set[str]:
 
 
 def _is_jit(decorator: ast.expr) -> bool:
-    """`@triton.jit`, `@jit`, and either with arguments."""
+    """Return whether a decorator is `@triton.jit` or `@jit`, with or without arguments."""
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return (target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", None)) == "jit"
 

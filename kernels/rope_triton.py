@@ -1,15 +1,13 @@
-"""layers.py's `rotate_and_store` and `rotated_heads` in Triton: what a fused projection becomes before attention reads
-it, in one launch; and the gradient of the second, in another.
+"""`rotate_and_store` and `rotated_heads` of layers.py in Triton, each in one launch, and the gradient of the second.
 
     y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split),
-                                          or of its first dimensions, as many as the table has angles for two of; the
-                                          others stay
+                                          or of its first dimensions, two per angle of the table; the others stay
     da = dy[0] cos + dy[1] sin,  db = dy[1] cos - dy[0] sin
     rotate_and_store: q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
     rotated_heads: q, k, v -> a dense tensor each
 
-Each product is rounded to the dtype, and then their sum, as torch does it: in bfloat16 the results have the bits of
-layers.py's `rotate` and its gradient, so that what a rollout caches is what the update computes.
+Each product is rounded to the dtype, and then their sum, as in torch: in bfloat16 the results have the bits of
+`rotate` of layers.py and its gradient, so that a rollout caches the same values that the update computes.
 
 Axes: T tokens, N query heads, K key/value heads, M = N + 2K, D head dimension, P blocks of the cache, S slots of a
 block (docs/notation.md).
@@ -39,7 +37,7 @@ def _rounded(x, like):
 
 @triton.jit
 def _pairs(half, D: tl.constexpr, ANGLES: tl.constexpr):
-    """Where the two elements of a pair lie in a head: those that turn with each other, then the others."""
+    """Return the places of the two elements of each pair in a head: pairs that are rotated, then the others."""
     if ANGLES == D // 2:
         first, second = half, half + D // 2
     else:
@@ -58,7 +56,7 @@ def _rotate_and_store_kernel(
     block_ptr,  # [T] int32; below 0: nothing is stored
     slot_ptr,  # [T] int32
     q_ptr,  # [T, N, D] as qkv, written
-    k_ptr,  # [P, K, S, D] the same, written; blocks lie k_stride_p apart
+    k_ptr,  # [P, K, S, D] the same, written; blocks are k_stride_p apart
     v_ptr,  # [P, K, S, D] the same
     count,  # T
     k_stride_p,
@@ -71,7 +69,7 @@ def _rotate_and_store_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    # Neighbouring programs take neighbouring heads of a row, and go on with the next row.
+    # Neighbouring programs have neighbouring heads of a row, followed by those of the next row.
     row = (tl.program_id(0) // tl.cdiv(N + 2 * K, HEADS)).to(tl.int64)
     head = (tl.program_id(0) % tl.cdiv(N + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
     half = tl.arange(0, HALF)[None, :]
@@ -130,7 +128,7 @@ def _rotated_heads_kernel(
     v_at = v_ptr + row * (K * D) + (head - (N + K)) * D
     cos = tl.load(rope_ptr + row * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
     sin = tl.load(rope_ptr + (count + row) * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
-    if BACK:  # of three loads one has the value, and the others 0
+    if BACK:  # one of three loads has the value, the others give 0
         a = tl.load(q_at + first, mask=is_q, other=0.0) + tl.load(k_at + first, mask=is_k, other=0.0)
         b = tl.load(q_at + second, mask=is_q, other=0.0) + tl.load(k_at + second, mask=is_k, other=0.0)
         a = (a + tl.load(v_at + first, mask=is_v, other=0.0)).to(tl.float32)
@@ -167,9 +165,10 @@ def _warps(constants: dict[str, int]) -> int:
 def fused_rotate_and_store(
     qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
 ) -> Tensor:
-    """Compute layers.py's `rotate_and_store`, which has the arguments, on a GPU (or interpreted, on a CPU); all
-    bfloat16 or all float32. Raises ValueError for other dtypes, shapes and strides; where block_T
-    and slot_T point is not checked."""
+    """Compute `rotate_and_store` of layers.py, with its arguments, on a GPU (or interpreted, on a CPU).
+
+    All bfloat16 or all float32. Raises ValueError for other dtypes, shapes and strides; the values of block_T and
+    slot_T are not checked."""
     T, M, D = _check_projection(qkv_TMD, rope, kv_heads)
     dtype, device = qkv_TMD.dtype, qkv_TMD.device
     check_dense("block_T", block_T, (T,), torch.int32, device)
@@ -183,7 +182,7 @@ def fused_rotate_and_store(
     if T:
         grid = (T * triton.cdiv(M, constants["HEADS"]),)
         with on_device(qkv_TMD):
-            # Else LLVM narrows products and sums to bfloat16 and fuses them: one rounding in place of two.
+            # Otherwise LLVM narrows products and sums to bfloat16 and fuses them: one rounding instead of two.
             options = {"num_warps": _warps(constants), "enable_fp_fusion": False}
             _rotate_and_store_kernel[grid](
                 qkv_TMD, rope, *places, q_TND, k_PKSD, v_PKSD, T, *strides, **constants, **options
@@ -192,7 +191,7 @@ def fused_rotate_and_store(
 
 
 def _check_projection(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[int, int, int]:
-    """Return T, M and D of a fused projection that the kernels serve."""
+    """Return T, M and D of a fused projection. ValueError if the kernels do not serve it."""
     check_dtype("qkv_TMD", qkv_TMD)
     T, M, D = qkv_TMD.shape if qkv_TMD.dim() == 3 else (0, 0, 0)
     if 2 * kv_heads >= M or kv_heads < 1 or D % 2:
@@ -201,15 +200,16 @@ def _check_projection(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[int
             "and K of at least 1 and D even"
         )
     check_dense("qkv_TMD", qkv_TMD, (T, M, D), qkv_TMD.dtype, qkv_TMD.device)
-    angles = min(rope.shape[-1], D // 2)  # of a share of the head, or of all of it
+    angles = min(rope.shape[-1], D // 2)  # for a part of the head, or for all of it
     check_dense("rope", rope, (2, T, 1, angles), qkv_TMD.dtype, qkv_TMD.device)
     return T, M, D
 
 
 def fused_rotated_heads(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute layers.py's `rotated_heads`, which has the arguments, on a GPU (or interpreted, on a CPU), differentiable
-    once by the projection; bfloat16 or float32. The results are dense. Raises ValueError for other dtypes and shapes.
-    """
+    """Compute `rotated_heads` of layers.py, with its arguments, on a GPU (or interpreted, on a CPU).
+
+    Differentiable once by the projection; bfloat16 or float32. The results are dense. Raises ValueError for other
+    dtypes and shapes."""
     _check_projection(qkv_TMD, rope, kv_heads)
     q_TND, k_TKD, v_TKD = _RotatedHeads.apply(qkv_TMD, rope, kv_heads)
     return q_TND, k_TKD, v_TKD
@@ -249,8 +249,10 @@ def _launch_rotated_heads(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too;
-    the heads of 1.5B for training; and Qwen3.5 0.8B's, of which a quarter turns."""
+    """Return the heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots.
+
+    In addition the first in float32, the heads of 1.5B for training, and those of Qwen3.5 0.8B, of which a quarter is
+    rotated."""
     shapes = [
         ("*bf16", _constants(14, 2, 64, 32, S=16)),
         ("*bf16", _constants(12, 2, 128, 64, S=16)),

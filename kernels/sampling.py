@@ -1,16 +1,16 @@
 """Sampling by the Gumbel-max trick, with noise that is a function and not a stream.
 
-    token = argmax_v ( z[v] + g(seed, position, v) )        z = logits / temperature, where the filters keep v
+    token = argmax_v ( z[v] + g(seed, position, v) )        z = logits / temperature, over the v that the filters keep
     g = -log(-log u),  u uniform in (0, 1)
 
-`u` is a hash of (seed, position, token) (noise.py), so a sample depends on nothing else: not on its batch, nor on what
-was drawn before. A filter does not change the noise of the tokens that it keeps. Temperature 0 is greedy.
+`u` is a hash of (seed, position, token) (noise.py), so a sample depends on nothing else: neither on its batch nor on
+earlier draws. A filter does not change the noise of the tokens that it keeps. Temperature 0 is greedy.
 
-    sample_from_head   hidden states -> tokens. On CUDA rows without filters are drawn inside the head's product
+    sample_from_head   hidden states -> tokens. On CUDA, rows without filters are drawn inside the head's matmul
                        (sampling_triton.py), and [B, V] is never stored
     sample             logits -> tokens. A filter needs a whole row
     draw_dense         the reference: the noise of every column; any device
-    draw_in_blocks     the same bits on a CPU, from fewer passes
+    draw_in_blocks     the same bits on a CPU, in fewer passes
 
 Axes: B sequences that draw a token, M the same padded, H hidden, V vocabulary, E columns of several rows that can still
 win (docs/notation.md).
@@ -49,28 +49,28 @@ from thresher.kernels.operands import (
 )
 
 __all__ = ["SamplingTensors", "head_logits", "head_to_multiply", "sample", "sample_from_head"]
-FUSED_WIDTH = 16  # the hidden width is a multiple of it where a GPU's matrix instructions are to have whole steps
+FUSED_WIDTH = 16  # the hidden width has to be a multiple of it, for whole steps of a GPU's matrix instructions
 _DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingTensors:
-    """One entry a row, on the logits' device, and what the host knows of all rows without asking the device.
+    """Sampling parameters: one entry per row, on the logits' device, and what holds for all rows, on the host.
 
     top-k keeps the k largest logits; top-p the fewest of these, largest first, that have p of their probability; min-p
-    those with min_p of the largest probability. The largest logit is always kept.
+    those with at least min_p times the largest probability. The largest logit is always kept.
     """
 
     temperature_B: Tensor  # float32; 0: greedy
     top_k_B: Tensor  # int64; 0: off
     top_p_B: Tensor  # float32; 1: off
     min_p_B: Tensor  # float32; 0: off
-    temperature: float | None  # every row's; None: they may differ
+    temperature: float | None  # of every row; None: they may differ
     filtered: bool  # whether any row may have a filter
 
     @classmethod
     def uniform(cls, temperature: float, count: int, device: torch.device | str = "cpu") -> "SamplingTensors":
-        """`count` rows of one temperature, without filters."""
+        """Make `count` rows of one temperature, without filters."""
         _check_values(np.array([temperature]), np.zeros(1), np.ones(1), np.zeros(1))
         temperature_B, top_k_B, top_p_B, min_p_B = (
             torch.full((1,), value, dtype=dtype, device=device).expand(count)
@@ -87,8 +87,9 @@ class SamplingTensors:
         min_p_B: Tensor,
         host: Sequence[npt.NDArray[Any]] | None = None,
     ) -> "SamplingTensors":
-        """Rows that differ. host: the same four as arrays, which are looked at in the tensors' place; needed unless
-        these are on a CPU."""
+        """Make rows that differ.
+
+        host: the same four as arrays, which are checked instead of the tensors; needed unless these are on a CPU."""
         tensors = (temperature_B, top_k_B, top_p_B, min_p_B)
         if tuple(x.dtype for x in tensors) != _DTYPES:
             raise ValueError(f"rules are {list(_DTYPES)}, not {[x.dtype for x in tensors]}")
@@ -112,9 +113,9 @@ class SamplingTensors:
         return len(self.temperature_B)
 
     def take(self, index_B: Tensor) -> "SamplingTensors":
-        """The rules of these rows (int64); a row may be named more than once."""
+        """Return the rules of these rows (int64); a row may occur more than once."""
         tensors = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
-        alike = self.temperature is not None and not self.filtered  # then nothing need be gathered
+        alike = self.temperature is not None and not self.filtered  # then nothing has to be gathered
         temperature_B, top_k_B, top_p_B, min_p_B = (
             x[:1].expand(len(index_B)) if alike else x.index_select(0, index_B) for x in tensors
         )
@@ -122,15 +123,14 @@ class SamplingTensors:
 
     @property
     def divisor_B(self) -> Tensor | None:
-        """The temperature, with 1 for greedy rows; None: no row's logits are divided."""
+        """Return the temperature, with 1 for greedy rows; None if no row's logits are divided."""
         if self.temperature is not None:
             return None if self.temperature in (0.0, 1.0) else self.temperature_B
         return torch.where(self.temperature_B > 0, self.temperature_B, 1.0)
 
     @property
     def filtered_B(self) -> Tensor:
-        """Return which rows have a filter that matters. Greedy rows have none, for every filter keeps the largest
-        logit."""
+        """Return which rows have a filter with an effect. Greedy rows have none: filters keep the largest logit."""
         on_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
         return on_B & (self.temperature_B > 0)
 
@@ -157,12 +157,12 @@ def sample_from_head(
     rules: SamplingTensors,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row from its hidden state: ids [B] int64, log-probabilities [B] float32, as `sample` has them.
+    """Draw one token per row from its hidden state: ids [B] int64, log-probabilities [B] float32, as from `sample`.
 
     lm_head_VH: [V, H], the columns that may be drawn. backend: "torch", `sample(head_logits(..))`; "triton", on CUDA or
-    in its interpreter, bfloat16 or float32; "auto", Triton on CUDA where it is installed and the head suits it (those
-    dtypes, H a multiple of 16, dense rows). Rows with filters are drawn from stored logits in any case. No host sync;
-    launches and memory follow from shapes and from what `rules` knows on the host, so a CUDA graph may hold it.
+    in its interpreter, bfloat16 or float32; "auto", Triton on CUDA if it is installed and supports the head (those
+    dtypes, H a multiple of 16, dense rows). Rows with filters are always drawn from stored logits. No host sync;
+    launches and memory depend only on shapes and on the host's fields of `rules`, so a CUDA graph can capture it.
     """
     if not rules.filtered and _draws_fused(backend, hidden_BH, lm_head_VH):
         from thresher.kernels.sampling_triton import draw_fused
@@ -181,7 +181,7 @@ def _draws_fused(backend: str, hidden_BH: Tensor, lm_head_VH: Tensor) -> bool:
 
 
 def head_to_multiply(lm_head_VH: Tensor) -> Tensor:
-    """Return the head as `head_logits` multiplies it: on a CPU a low-precision head in float32.
+    """Return the head as `head_logits` multiplies it: on a CPU, a low-precision head in float32.
 
     A caller that draws often with the same weights copies it once. Otherwise each draw copies it, which took as long as
     the product with 64 rows."""
@@ -189,9 +189,9 @@ def head_to_multiply(lm_head_VH: Tensor) -> Tensor:
 
 
 def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
-    """Logits [B, V] of the rows that draw a token, float32 (float64 for float64): the very numbers that the log-prob's
-    torch backend starts from, and up to the order of a float32 sum those of its Triton backend.
+    """Compute the logits [B, V] of the rows that draw a token, float32 (float64 for float64).
 
+    They have the bits of the log-prob's torch backend; its Triton backend may add in another order, in float32.
     lm_head_VH: [V, H], the columns that may be drawn.
     """
     rows_MH = fill_rows(hidden_BH, lm_head_VH)
@@ -201,12 +201,12 @@ def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
 
 
 def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Draw one token a row; logits [B, V] float32 (only columns that may be drawn), seeds and positions [B] int64.
+    """Draw one token per row; logits [B, V] float32 (only columns that may be drawn), seeds and positions [B] int64.
 
     Returns ids [B] int64 and their log-probabilities [B] float32 under the distribution drawn from: softmax of
-    logits / temperature over what the row's filters keep. A greedy row takes its largest logit, which no filter would
-    remove, and its log-probability is that of all columns at temperature 1. Of equal scores the lowest id wins.
-    float64 logits, for tests, give float64 log-probabilities.
+    logits / temperature over the columns that the row's filters keep. A greedy row takes its largest logit, which no
+    filter removes; its log-probability is computed over all columns at temperature 1. Of equal scores the lowest id
+    wins. float64 logits, for tests, give float64 log-probabilities.
     """
     _check(logits_BV, seeds_B, positions_B, rules)
     logits_BV = logits_BV.detach()
@@ -218,7 +218,7 @@ def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: Sampl
 
 
 def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """As `sample`, with the noise of every column, and nothing that the host would have to wait for."""
+    """Draw as `sample` does, computing the noise of every column, without a host sync."""
     divisor_B = rules.divisor_B
     if divisor_B is not None:
         z_BV = z_BV / divisor_B[:, None].to(z_BV.dtype)
@@ -251,9 +251,10 @@ def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: Sampl
 
 
 def cutoffs(z_BV: Tensor, rules: SamplingTensors) -> Tensor:
-    """The smallest logit that each row's filters keep, [B]: one of the row's own, so that comparing with it is exact.
+    """Return the smallest logit that each row's filters keep, [B], an element of the row, so comparisons are exact.
+
     z_BV: logits / temperature."""
-    if z_BV.device.type == "cpu":  # to sort a row of 151,936 takes torch 20 ms and NumPy .4
+    if z_BV.device.type == "cpu":  # sorting a row of 151,936 takes torch 20 ms and NumPy .4
         sorted_BV = torch.from_numpy(np.sort(z_BV.numpy(), axis=1)).flip(1)
     else:
         sorted_BV = z_BV.sort(dim=1, descending=True).values
@@ -270,26 +271,26 @@ def cutoffs(z_BV: Tensor, rules: SamplingTensors) -> Tensor:
     return sorted_BV.gather(1, last_B[:, None])[:, 0]
 
 
-# --- On a CPU: a few rows at a time, and noise for those columns alone that can still win
+# --- On a CPU: a few rows at a time, and noise only for the columns that can still win
 #
 #     score[v] = z[v] + g[v],    g <= LARGEST_NOISE,    so v is out where z[v] + LARGEST_NOISE < score[largest z's v]
 #
 # The token has the bits of `draw_dense`: scores are the same float32 sums, of equal ones the lowest id wins, and the
-# bound is wider than any rounding. Of a trained model's 151,936 columns about one in a thousand is left; where many
-# are, all get their noise. A pass over [B, V] costs what memory costs, so all but the first work on a block that stays
-# in the cache. NumPy does what it does faster (unsigned shifts, argmax); logarithms, exponentials and sums are torch's,
-# for their bits.
+# bound is wider than any rounding. Of a trained model's 151,936 columns about one in a thousand remains. If many do,
+# the noise of all is computed. A pass over [B, V] is limited by memory bandwidth, so all passes but the first work on a
+# block that stays in the cache. NumPy is used where it is faster (unsigned shifts, argmax), torch for logarithms,
+# exponentials and sums, because of their bits.
 
-# Logits in a block, which is at least a row; its scratch takes three times as much. On a Xeon with 2 MiB of L2, one
-# thread, 128 x 757 took .61 ms at 2^16 (two blocks), .48 at 2^17, .50 at 2^18; a row of 151,936 cut up took longer.
+# Logits in a block, which is at least one row; its scratch takes three times as much. On a Xeon with 2 MiB of L2, one
+# thread, 128 x 757 took .61 ms at 2^16 (two blocks), .48 at 2^17, .50 at 2^18; dividing a row of 151,936 took longer.
 BLOCK = 1 << 17
-# Where a vocabulary is narrow, most columns are in the race: of the demo's 757 a quarter, and the search for them took
-# as long as the noise of all.
+# In a narrow vocabulary, most columns can win: of the demo's 757 a quarter, and the search for them took as long as the
+# noise of all.
 PRUNED_FROM = 4096
-# A block with more of its columns than this in the race computes the noise of all: a lone column costs several times
-# what it costs in a row.
+# A block in which more than this share of the columns can win computes the noise of all: a single column costs several
+# times as much as within a row.
 PRUNED_SHARE = 1 / 8
-# By how much a bound is wider than arithmetic has it, for other libraries' logarithms; and per score, for its rounding.
+# Added to the exact bound, because other libraries' logarithms differ; and per score, because it is rounded.
 MARGIN, MARGIN_PER_SCORE = 1e-3, 2.0**-21
 
 Ids = npt.NDArray[np.int64]
@@ -297,18 +298,18 @@ Floats = npt.NDArray[np.float32]
 
 
 class _Scratch:
-    """Memory for a block: its z, one pass's result, the noise."""
+    """Buffers of a block: its z, one pass's result, the noise."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.shape = rows, width
-        with torch.inference_mode(False):  # or it could be used in no other mode
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be used in another mode
             self.z_BV, self.work_BV, noise_BV = torch.empty((3, rows, width))
             self.hashed = HashBuffers(noise_BV, self.work_BV)
         self.open_BV = np.empty((rows, width), np.bool_)
 
 
 class _Kept(threading.local):
-    """A thread's last scratch: making one costs a tenth of a small draw."""
+    """A thread's last scratch; allocating one costs a tenth of a small draw."""
 
     scratch: _Scratch | None = None
 
@@ -326,7 +327,7 @@ class _Draws:
     """Tokens drawn so far, and the columns that can still win."""
 
     keys: Keys
-    floor_B: Floats | None  # z below which a column cannot win; None: not looked for
+    floor_B: Floats | None  # z below which a column cannot win; None: columns are not pruned
     ids_B: Ids
     rows: list[Ids] = field(default_factory=list)
     columns: list[Ids] = field(default_factory=list)
@@ -348,7 +349,7 @@ class _Draws:
         self.ids_B[part] = torch.sub(z_BV, minus_g_BV, out=minus_g_BV).numpy().argmax(1)
 
     def finish(self) -> Ids:
-        """Draw from what is left, where each row has at least the column of its largest logit; all ids."""
+        """Draw from the remaining columns (each row has at least that of its largest logit); return all ids."""
         if not self.rows:
             return self.ids_B
         rows_E, columns_E = np.concatenate(self.rows), np.concatenate(self.columns)
@@ -361,12 +362,12 @@ class _Draws:
 
 
 def _row_sums(x_BV: Tensor) -> Tensor:
-    """[B], each with the bits that it has in any company: torch shares out a lone long row among its threads."""
+    """Return sums [B] whose bits do not depend on the number of rows: torch splits a single long row among threads."""
     return x_BV.sum(1) if len(x_BV) > 1 else x_BV.expand(2, -1).sum(1)[:1]
 
 
 def _cutoffs(logits_BV: Tensor, divisor_B: Tensor | None, rules: SamplingTensors) -> Tensor:
-    """[B]: -inf where a row has no filter; only those that have one are sorted."""
+    """Return the cutoffs [B], -inf for a row without a filter; only rows with one are sorted."""
     cut_B = torch.full((len(logits_BV),), -torch.inf)
     index_B = torch.from_numpy(np.flatnonzero(rules.filtered_B.numpy()))
     if len(index_B):
@@ -376,7 +377,7 @@ def _cutoffs(logits_BV: Tensor, divisor_B: Tensor | None, rules: SamplingTensors
 
 
 def _floors(keys: Keys, top_ids_B: Ids, top_B: Floats) -> Floats:
-    """z [B] below which no column can win against the column of the largest logit."""
+    """Return z [B] below which no column can win against the column of the largest logit."""
     score_B = (top_B - minus_noise_at(keys, np.arange(len(top_ids_B)), top_ids_B)).astype(np.float64)
     floor_B: Floats
     floor_B = (score_B - LARGEST_NOISE - MARGIN - MARGIN_PER_SCORE * np.abs(score_B)).astype(np.float32)
@@ -386,7 +387,7 @@ def _floors(keys: Keys, top_ids_B: Ids, top_B: Floats) -> Floats:
 def draw_in_blocks(
     logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors
 ) -> tuple[Tensor, Tensor] | None:
-    """Draw as `sample` does, for float32 on a CPU; None where a row's largest logit is not finite."""
+    """Draw as `sample` does, for float32 on a CPU; None if a row's largest logit is not finite."""
     count, width = logits_BV.shape
     every, divisor_B = np.arange(count), rules.divisor_B
 

@@ -1,15 +1,15 @@
-"""A token drawn straight from hidden states in Triton: neither logits nor noise reach memory, the head is read once.
+"""Sampling from hidden states in Triton: neither logits nor noise are written to memory, the head is read once.
 
     z = x W^T / T, a tile of [rows, columns] at a time, in float32 accumulators;    m = max z,  s = sum e^(z - m)
     argmax_v z[v] + g[v],  g = -log t,  t = -log u      =      argmax_v e^(z[v] - m) / t[v]
     logp = z[token] - M - log S,    M = max m,  S = sum e^(m - M) s       over a row's tiles, in a fixed order
 
-Within a tile z and m count powers of two, z log2(e), so that e^(z - m) is a multiply-add and one instruction.
+Within a tile z and m are in units of ln 2, z log2(e), so that e^(z - m) is a multiply-add and one instruction.
 
-A tile stores, for each row: its best score z + g (a greedy row's: z), that column, its z - m, m and s; a second kernel
+A tile stores, for each row: its best score z + g (of a greedy row: z), that column, its z - m, m and s; a second kernel
 reduces them. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race. u has the bits of noise.py, so
-a token is the torch path's wherever the two best scores are further apart than rounding; of equal scores the lowest id
-wins. A row with a logit that is not finite gets a log-prob of NaN. Filters (top-k ..) are drawn by sampling.py.
+the token is that of the torch path whenever the two best scores differ by more than rounding; of equal scores the
+lowest id wins. The log-prob of a row with a logit that is not finite is NaN. sampling.py draws rows with filters.
 
 Axes: B sequences that draw a token, H hidden width, V vocabulary (docs/notation.md).
 """
@@ -36,8 +36,9 @@ QWEN35_VOCABULARY = 248_320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawTiling:
-    """A program makes logits of [rows, columns], `width` of the hidden axis at a time, and draws from `parts` of the
-    columns one after the other. maxnreg: registers that a thread may have, None for as many as there are."""
+    """Tile of a program: logits [rows, columns], computed over `width` of the hidden axis at a time.
+
+    It draws from `parts` of the columns in turn. maxnreg: registers that a thread may have, None for no limit."""
 
     rows: int
     columns: int
@@ -49,15 +50,16 @@ class DrawTiling:
 
     @property
     def column_axis(self) -> int:
-        """Return the axis of the columns in a tile. Hopper's instruction wants 64 rows of its left operand. With few
-        sequences the left operand is the head. With many it is the hidden states: a thread then sees two or four rows
-        of the tile, and need not hold a key and a maximum for each."""
+        """Return the axis of the columns in a tile.
+
+        Hopper's instruction needs 64 rows in its left operand. With few sequences that is the head. With many it is the
+        hidden states: a thread then has two or four rows of the tile, and need not keep a key and a maximum of each."""
         return 1 if self.rows >= 64 else 0
 
 
-# By dtype and kind of GPU: the smallest that holds the batch, else the last. Hopper's largest is the fastest of 12 on
-# an H200 (docs/internals/log.md). The others were chosen by registers, shared memory and bytes in flight: two blocks at
-# least share a multiprocessor, so that one multiplies while the other draws (`thresher bench compile`).
+# By dtype and kind of GPU: the smallest that fits the batch, else the last. Hopper's largest is the fastest of 12 on
+# an H200 (docs/internals/log.md). The others were chosen by registers, shared memory and bytes in flight: at least two
+# blocks share a multiprocessor, so that one multiplies while the other draws (`thresher bench compile`).
 AMPERE = (
     DrawTiling(rows=16, columns=128, width=64, num_warps=4, num_stages=4),
     DrawTiling(rows=32, columns=128, width=64, num_warps=4, num_stages=4),
@@ -73,14 +75,14 @@ FLOAT32 = tuple(DrawTiling(rows=rows, columns=64, width=32, num_warps=4, num_sta
 
 
 def draw_tilings(dtype: torch.dtype, capability: int) -> tuple[DrawTiling, ...]:
-    """For bfloat16 or float32 operands; capability: 80 for sm_80 and so on."""
+    """Return the tilings for bfloat16 or float32 operands; capability: 80 for sm_80 and so on."""
     if dtype == torch.float32:
         return FLOAT32
     return HOPPER if 90 <= capability < 100 else AMPERE
 
 
 def draw_tiling(dtype: torch.dtype, device: torch.device, count: int) -> DrawTiling:
-    """For `count` rows on `device`, which is a CPU in Triton's interpreter and then taken for sm_80."""
+    """Return the tiling for `count` rows on `device`; a CPU (in Triton's interpreter) counts as sm_80."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     tilings = draw_tilings(dtype, 10 * major + minor)
     return next((one for one in tilings if one.rows >= count), tilings[-1])
@@ -104,7 +106,7 @@ def _mix(x):  # uint64
 
 @triton.jit
 def _row_words(seed, position):
-    """int64 -> the two words of noise.py's `row_keys`, uint32, the low one after its first xor-shift."""
+    """Compute the two words of noise.py's `row_keys`, uint32, from int64; the low word after its first xor-shift."""
     step = (position + 1).to(tl.uint64, bitcast=True)
     seed = seed.to(tl.uint64, bitcast=True)
     upper = (step * _G_UPPER + ((step * _G_LOWER) >> 32)) >> 32
@@ -122,16 +124,17 @@ def _token_word(token):
 
 @triton.jit
 def _uniform(low, high, word):
-    """u of noise.py's `uniform_noise`, bit for bit."""
+    """Compute u of noise.py's `uniform_noise`, bit for bit."""
     x = (low ^ word) * _F32_0 + high
     x = (x ^ (x >> 15)) * _F32_1 + high
-    # The upper 23 bits of x ^ (x >> 16), in one operation less.
+    # The upper 23 bits of x ^ (x >> 16), with one operation less.
     return (((x >> 9) ^ (x >> 25)) | _ONE).to(tl.float32, bitcast=True) - _DOWN
 
 
 @triton.jit
 def _minus_log(u):
-    """-log u of a positive normal number, to about one ulp, near 1 as well, and without a library's branches:
+    """Compute -log u of a positive normal number to about one ulp, also near 1, without a library's branches.
+
     u = 2^k (1 + f), |f| <= 1/3;  log(1 + f) = f + f^2 P(f), P of degree 7 with the least relative error, 2.6e-8."""
     bits = u.to(tl.int32, bitcast=True)
     power = (bits - 0x3F2AAAAB) & -0x800000  # 2/3 has the bits 0x3F2AAAAB
@@ -148,7 +151,7 @@ def _minus_log(u):
 
 @triton.jit
 def _approximate(x, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
-    """2^x, log2 x or 1 / x in one instruction, to some 2^-22; denormal numbers are 0."""
+    """Compute 2^x, log2 x or 1 / x in one instruction, to about 2^-22; denormal numbers are 0."""
     if INTERPRETED:
         return tl.exp2(x) if NAME == "ex2" else (tl.log2(x) if NAME == "lg2" else 1.0 / x)
     code: tl.constexpr = NAME + ".approx.ftz.f32 $0, $1;"
@@ -157,8 +160,9 @@ def _approximate(x, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _inverse_minus_log(u, INTERPRETED: tl.constexpr):
-    """1 / -log u, to 3e-7 of it. From .7 on it is 1 / d - G(d), d = 1 - u without rounding, G of degree 4. Below, the
-    logarithm that is one instruction will do."""
+    """Compute 1 / -log u to a relative error of 3e-7.
+
+    From .7 on it is 1 / d - G(d), d = 1 - u without rounding, G of degree 4; below, it uses the one-instruction log."""
     d = 1.0 - u
     g = d * 0.04039845 + 0.01800123
     g = g * d + 0.04303373
@@ -171,7 +175,7 @@ def _inverse_minus_log(u, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _race(z, scale, m, noisy, low, high, column, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Of a tile of logits x W^T: sum of e = 2^(z scale - m), the best value (e / t; of a greedy row z), its column."""
+    """Return of a tile of logits x W^T: sum of e = 2^(z scale - m), the best value (e / t; greedy: z), its column."""
     e = _approximate(tl.fma(z, tl.expand_dims(scale, AXIS), -tl.expand_dims(m, AXIS)), "ex2", INTERPRETED)
     u = _uniform(tl.expand_dims(low, AXIS), tl.expand_dims(high, AXIS), tl.expand_dims(_token_word(column), 1 - AXIS))
     value = tl.where(tl.expand_dims(noisy, AXIS), e * _inverse_minus_log(u, INTERPRETED), z)
@@ -184,8 +188,9 @@ def _race(z, scale, m, noisy, low, high, column, AXIS: tl.constexpr, INTERPRETED
 def _race_in_parts(
     z, scale, m, noisy, low, high, first, COLUMNS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`_race` for [rows, COLUMNS] a part of the columns at a time, so that one part's numbers are in registers, not
-    the tile's. first: the tile's first column."""
+    """Compute `_race` for [rows, COLUMNS], a part of the columns at a time; first: the tile's first column.
+
+    Only the values of one part are then in registers, not those of the whole tile."""
     if PARTS == 1:
         s, best, chosen = _race(z, scale, m, noisy, low, high, first + tl.arange(0, COLUMNS), 1, INTERPRETED)
     else:
@@ -201,7 +206,7 @@ def _race_in_parts(
     return s, best, chosen
 
 
-# A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
+# A length must not cause a recompilation, neither by its value nor by the alignment of a slice of that length.
 _NARROW = ["seeds_ptr", "positions_ptr", "temperature_ptr"]
 
 
@@ -215,7 +220,7 @@ def _draw_kernel(
     parts_ptr,  # [4, column tiles, row tiles x ROWS] fp32: best score, its z - m, m, s
     columns_ptr,  # [column tiles, row tiles x ROWS] int32: the best score's
     count,  # B
-    temperature_stride,  # 0 where all rows share one
+    temperature_stride,  # 0 if all rows share one temperature
     head_stride_v,
     H,
     V: tl.constexpr,
@@ -226,14 +231,14 @@ def _draw_kernel(
     PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # Neighbouring programs share their columns: the head streams through once, the hidden states stay in the cache.
+    # Neighbouring programs share their columns: the head is read once, the hidden states stay in the cache.
     row_tiles = tl.cdiv(count, ROWS)
     row_tile = tl.program_id(0) % row_tiles
     column_tile = tl.program_id(0) // row_tiles
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    # What lies outside is read as the last that lies inside: no masks in the loop. Such columns are left out below,
-    # such rows have places of their own in the workspace, which nobody reads.
+    # Indices out of range are clamped, so the loop needs no masks. Such columns are excluded below; such rows have
+    # their own places in the workspace, which are never read.
     row_inside = tl.minimum(row, count - 1).to(tl.int64)
     column_inside = tl.minimum(column, V - 1).to(tl.int64)
     depth = tl.arange(0, WIDTH)
@@ -262,10 +267,10 @@ def _draw_kernel(
     else:
         first = column_tile * COLUMNS
         s, best, chosen = _race_in_parts(z, scale, level, noisy, low, high, first, COLUMNS, PARTS, INTERPRETED)
-    # Its z out of its value: to look for it in z would keep two tiles in registers. Below m, and not from 0: at a
-    # logit of 60 the sum m + log2 would be rounded to 4e-6, and a log-prob might lie that far above 0.
+    # The chosen z is derived from its value: finding it in z would keep two tiles in registers. It is stored relative
+    # to m: at a logit of 60 the sum m + log2 would be rounded to 4e-6, and a log-prob could exceed 0 by that much.
     t = _minus_log(_uniform(low, high, _token_word(chosen)))
-    score = tl.where(noisy, m + tl.log2(best), best)  # a greedy row's is compared as it is
+    score = tl.where(noisy, m + tl.log2(best), best)  # greedy rows compare z itself
     below = tl.where(noisy, tl.log2(best * t), tl.fma(best, scale, -level))
     row_stride = tl.cast(row_tiles * ROWS, tl.int64)
     plane = row_stride * tl.cdiv(V, COLUMNS)
@@ -284,7 +289,7 @@ def _reduce_draw_kernel(
     ids_ptr,  # [B] int64
     logprobs_ptr,  # [B] fp32
     count,  # B
-    row_stride,  # B filled up to row tiles
+    row_stride,  # B rounded up to row tiles
     V: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -311,7 +316,7 @@ def _reduce_draw_kernel(
         column = tl.load(columns_ptr + at, mask=inside, other=_NO_COLUMN)
         top = tl.max(score, 0)
         first = tl.min(tl.where(score == top[None, :], column, _NO_COLUMN), 0)
-        # Not where they are equal: the columns so far are lower.
+        # Not if they are equal, because the earlier columns are lower.
         better = (top > best) | (best_column == _NO_COLUMN)
         wins = column == first[None, :]
         best_below = tl.where(better, tl.sum(tl.where(wins, below, 0.0), 0), best_below)
@@ -323,19 +328,19 @@ def _reduce_draw_kernel(
         total = total * tl.exp2(highest - level) + tl.sum(tl.exp2(m - level[None, :]) * s, 0)
         highest = rise
     tl.store(ids_ptr + row, tl.minimum(best_column, V - 1).to(tl.int64), mask=row < count)
-    # The chosen one's share of the total was computed a second time: it may come out above all of it by 1e-6.
+    # The chosen column's share of the total was computed a second time and may exceed the total by 1e-6.
     logprob = (best_below + (best_m - highest) - tl.log2(total)) * _LN2
-    tl.store(logprobs_ptr + row, tl.where(logprob > 0.0, 0.0, logprob), mask=row < count)  # NaN stays
+    tl.store(logprobs_ptr + row, tl.where(logprob > 0.0, 0.0, logprob), mask=row < count)  # NaN stays NaN
 
 
 def draw_fused(
     hidden_BH: Tensor, lm_head_VH: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids [B] int64 and log-probs [B] float32, as `sample` of kernels/sampling.py draws them without filters.
+    """Draw ids [B] int64 with log-probs [B] float32, as `sample` of kernels/sampling.py does without filters.
 
     hidden_BH: bf16 or fp32 on CUDA (on a CPU in Triton's interpreter), H a multiple of 16. lm_head_VH: the same, a row
     for each column that may be drawn, rows dense. seeds_B, positions_B: int64, dense. temperature_B: float32, any
-    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile. ValueError for anything else.
+    stride; 0 is greedy. Two launches, and a workspace of 5 numbers per row and tile. ValueError for anything else.
     """
     _check_operands(hidden_BH, lm_head_VH, seeds_B, positions_B, temperature_B)
     count, (columns, width) = len(hidden_BH), lm_head_VH.shape
@@ -419,9 +424,10 @@ def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, i
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launcher asks for, with the columns of Qwen2.5's tokenizer: one binary for
-    all widths that are multiples of the tile's, and of the largest tile one for those that are multiples of 32 or 16
-    only; of that tile one for Qwen3.5's columns, too."""
+    """Return the specialisations that the launcher requests, with the columns of Qwen2.5's tokenizer.
+
+    One binary serves all widths that are multiples of the tile's. The largest tile has another for multiples of 32 only
+    and of 16 only, and one for Qwen3.5's columns."""
     bfloat16 = torch.bfloat16
     cases: list[tuple[torch.dtype, DrawTiling, int, tuple[int, ...]]] = [
         (bfloat16, tiling, width, (capability,))

@@ -6,7 +6,7 @@
     thresher.rewards     exact_match, f1_score and the systems' rewards
     thresher.retrieval   corpora, encoders, indexes
 
-setup.py maps the other folders at the top of the repository to the packages beside this file.
+setup.py maps the other top-level folders of the repository to the packages next to this file.
 """
 
-__version__ = "0.1.0"  # setup.py and CITATION.cff have the same, and tests hold them to it
+__version__ = "0.1.0"  # setup.py and CITATION.cff have the same, and tests check it

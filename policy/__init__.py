@@ -1,8 +1,8 @@
-"""Model folders read and written: config, weights, transformer, adapters, tokenizer; nothing that samples or trains.
+"""Model folders: config, weights, transformer, adapters and tokenizer. Nothing here samples or trains.
 
     from thresher.policy import load_policy, load_tokenizer
 
-The names below are imported when they are asked for: torch takes seconds.
+The names below are imported on first access, because importing torch takes seconds.
 """
 
 from importlib import import_module

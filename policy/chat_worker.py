@@ -1,11 +1,11 @@
-"""Fills chat templates, in a process of its own: a template is a program that came with somebody's weights.
+"""Fill chat templates in a separate process, because a template is a program that came with somebody's weights.
 
     {"template", "messages", "names", "tools", "add_generation_prompt", "seconds"} -> {"text"}, or {"error"}
-                                                                                     a line each, in JSON
+                                                                                     one JSON object per line
 
-Jinja's sandbox keeps a template from Python's objects, not from loops, recursion and growth: so this process has little
-memory (resource.RLIMIT_AS), and SIGPROF ends it after `seconds` of CPU time on one request; the time that it waits for
-a processor does not count. It is run by its path and imports nothing of the package.
+Jinja's sandbox keeps a template from Python's objects, but does not limit loops, recursion or memory. The memory of
+this process is therefore limited (resource.RLIMIT_AS), and SIGPROF ends it after `seconds` of CPU time on one request;
+time spent waiting for a processor does not count. It is run by its path and imports nothing from the package.
 """
 
 import json
@@ -21,12 +21,12 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-MEMORY = 2 << 30  # bytes, the interpreter's own included
+MEMORY = 2 << 30  # bytes, including the interpreter's
 LONGEST = 10_000_000  # characters of a prompt
 
 
 def fill(request: dict[str, Any]) -> str:
-    """Fill the template as Hugging Face does. Raises whatever the template does."""
+    """Fill the template as Hugging Face does. An exception raised by the template propagates."""
     return compiled(request["template"]).render(
         messages=request["messages"],
         add_generation_prompt=request["add_generation_prompt"],
@@ -47,7 +47,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}..{% endgeneration %} is its body. By it others mark what the assistant wrote."""
+    """The tag {% generation %}..{% endgeneration %}, rendered as its body; other tools mark assistant text with it."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -63,7 +63,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, as chat templates expect it; Jinja's own filter escapes HTML and sorts keys."""
+    """Return plain JSON, as chat templates expect it; Jinja's own filter escapes HTML and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -93,7 +93,7 @@ def reply(line: str) -> dict[str, str]:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; it ends when whoever started it does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches this process; it ends with its parent
     for line in sys.stdin:
         print(json.dumps(reply(line)), flush=True)
 

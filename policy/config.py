@@ -1,11 +1,11 @@
 """The shape of a model, read from and written to config.json and generation_config.json of a Hugging Face folder.
 
-generation_config.json overrides the ids that end a text: Qwen's instruct models list both of theirs only there. Both
-dialects of config.json are read (`rope_theta` and `torch_dtype` of transformers 4, `rope_parameters` and `dtype` of 5);
-the older is written, which both load, but for families that are newer than it. A model of text and images has its shape
-under `text_config`; what lies around that is kept. A missing key of the shape is refused. RoPE scaling is read in the
-kind of Llama 3.1 ("llama3") alone. Sliding windows and quantised weights are refused. This file needs no torch; a
-family's `ConfigRules` lie beside its layer.
+generation_config.json overrides the end-of-text ids, because Qwen's instruct models list both of theirs only there.
+Both formats of config.json are read (`rope_theta` and `torch_dtype` of transformers 4, `rope_parameters` and `dtype` of
+5). The older one, which both load, is written, except for families that are newer than it. A model of text and images
+has its shape under `text_config`; the keys outside it are kept. A missing key of the shape is refused. The only RoPE
+scaling that is read is Llama 3.1's ("llama3"). Sliding windows and quantised weights are refused. This file does not
+need torch; the `ConfigRules` of a family are next to its layer.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, model_folder, read_json_object
 from thresher.policy.families import FAMILIES, find_family, infer_model_type, load_layer_class
 
-# What `read_config` reads of a model folder.
+# The files of a model folder that `read_config` reads.
 CONFIG_FILES = ("config.json", "generation_config.json")
 
 Found = TypeVar("Found")
-# Values that are supported, absence being one always, and how a message says so.
+# Supported values (an absent key is always supported), and their description in a message.
 Accepted = tuple[tuple[object, ...], str]
-# Keys that are read in order to refuse a model, of whichever family.
+# Keys that are read only to refuse a model, of any family.
 _ACCEPTED: dict[str, Accepted] = {
     "quantization_config": ((None,), "none (weights in float32, bfloat16 or float16)"),
 }
@@ -44,10 +44,10 @@ _INTEGERS = (
 _WRITTEN = (*_INTEGERS, "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
-# A size above this is no model's, and its products would overflow 64 bits.
+# No model has a larger size, and products of larger sizes would overflow 64 bits.
 LARGEST_SIZE = 2**31 - 1
-LARGEST_LAYERS = 10_000  # more than this are not listed; no file has their weights
-# Written anew from the fields, or meaningful only to the file that was read.
+LARGEST_LAYERS = 10_000  # types of more layers are not listed; no file has so many
+# Keys that are rewritten from the fields, or that have a meaning only in the file that was read.
 _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types", *_ROPE_KEYS}
 
 
@@ -85,11 +85,11 @@ class RopeScaling(NamedTuple):
 class ConfigRules:
     """Rules of one family for config.json.
 
-    constants: keys with the one value that the layer computes: always written, any other value refused. accepted: keys
-    that are read only to refuse what the layer does not compute. integers: fields that must be there, and are written.
-    written: fields that may be absent, and are written. check: raises UserError for sizes that contradict each other.
-    hybrid: layers are of several types, some with the gated delta rule; RoPE turns a share of each head. Where
-    config.json lacks them, every `hybrid`-th layer has full attention, and the share is 1 / hybrid.
+    constants: keys and the only value that the layer computes; it is always written, any other value is refused.
+    accepted: keys that are read only to refuse values that the layer does not compute. integers: required fields, also
+    written. written: optional fields that are written. check: raises UserError for sizes that contradict each other.
+    hybrid: if not 0, layers are of several types, some with the gated delta rule, and RoPE rotates a fraction of each
+    head. If config.json lacks these, every `hybrid`-th layer has full attention, and the fraction is 1 / hybrid.
     """
 
     constants: Mapping[str, object]
@@ -102,11 +102,11 @@ class ConfigRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of one model; UserError when they contradict each other.
+    """Sizes and constants of one model; UserError if they contradict each other.
 
-    layer_types: of each layer, of a family with several; else empty. delta: of the layers with the gated delta rule.
-    `extra` and `generation_extra` hold the other keys of the two files, so that saving keeps them, and `around` what
-    lies around the shape of a model of text and images. They are not hashed.
+    layer_types: the type of each layer if the family has several, else empty. delta: sizes of the layers with the gated
+    delta rule. `extra` and `generation_extra` hold the other keys of the two files, so that saving keeps them, and
+    `around` the keys outside the shape of a model of text and images. These three are not hashed.
     """
 
     model_type: str = "qwen2"
@@ -135,7 +135,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many dimensions of a head RoPE turns, the first ones."""
+        """Return the number of dimensions of a head that RoPE rotates; these are the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -183,8 +183,8 @@ class ModelConfig:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return a copy with other values; head_dim stays hidden_size / num_attention_heads where it was, and the types
-        of layers that are left out or added go on as they begin."""
+        """Return a copy with other values. head_dim remains hidden_size / num_attention_heads if it was; layer_types is
+        truncated or repeated periodically to the new number of layers."""
         follows = self.head_dim * self.num_attention_heads == self.hidden_size
         if follows and "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
             hidden = changes.get("hidden_size", self.hidden_size)
@@ -197,14 +197,14 @@ class ModelConfig:
 
 
 def rules_of(model_type: str) -> ConfigRules:
-    """Return the rules of a family, by its model_type; UserError where there is none."""
+    """Return the rules of the family with this model_type; UserError if there is none."""
     rules = load_layer_class(model_type).rules
     assert isinstance(rules, ConfigRules)
     return rules
 
 
 def known_keys() -> frozenset[str]:
-    """Return the keys of config.json that mean something to a family."""
+    """Return the keys of config.json that have a meaning for any family."""
     ours = {field.name for field in dataclasses.fields(ModelConfig)}
     ours -= {"eos_token_ids", "extra", "generation_extra", "around", "delta"}
     keys = ours | {"eos_token_id", "full_attention_interval", *_DELTA_KEYS} | _NOT_KEPT | _ACCEPTED.keys()
@@ -214,7 +214,7 @@ def known_keys() -> frozenset[str]:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Read the config of a model folder. UserError, naming file and key, for whatever is not supported."""
+    """Read the config of a model folder. UserError, naming file and key, for anything that is not supported."""
     folder = model_folder(folder)
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
@@ -226,7 +226,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     found: dict[str, Any] = {"eos_token_ids": _token_ids(generation, "eos_token_id", where) or None}
     found |= {key: _token_id(generation, key, where) for key in ("bos_token_id", "pad_token_id")}
     changes = {key: value for key, value in found.items() if value is not None}
-    # Keys with an underscore are transformers' notes to itself, void once the values above are written out.
+    # Keys that begin with an underscore are internal to transformers and invalid once the values above are written.
     own = {key: value for key, value in generation.items() if key not in ("eos_token_id", *found) and key[:1] != "_"}
     changes["generation_extra"] = own
     return _with_location(where, lambda: dataclasses.replace(config, **changes))
@@ -240,7 +240,7 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
         inside = _checked(d, "text_config", where, "an object with the shape", lambda value: isinstance(value, dict))
         around = {key: value for key, value in d.items() if key not in {"text_config", *_NOT_KEPT, *_TOKENS}}
         _refuse_unsupported({key: d[key] for key in _ACCEPTED if key in d}, rules, where)
-        # The tokens may stand outside alone; whether the head is tied is said there.
+        # Token ids may be given only outside text_config; tie_word_embeddings is given there.
         outer = {key: d[key] for key in _TOKENS if key in d and inside.get(key) is None}
         tied = {key: d[key] for key in ("tie_word_embeddings",) if key in d}
         d, where = inside | outer | tied, f"{where}: text_config"
@@ -316,7 +316,7 @@ def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> No
 
 
 def _hybrid(d: dict[str, Any], interval: int, layers: int, where: str) -> dict[str, Any]:
-    """Read what a hybrid family has beside the rest: types of layers, sizes of the delta rule, RoPE's share."""
+    """Read the additional fields of a hybrid family: layer types, sizes of the delta rule, RoPE's fraction."""
     kinds = d.get("layer_types")
     if kinds is None:
         key = "full_attention_interval"
@@ -339,7 +339,7 @@ def _hybrid(d: dict[str, Any], interval: int, layers: int, where: str) -> dict[s
 
 
 def _hybrid_keys(config: ModelConfig, rope_theta: float) -> dict[str, Any]:
-    """Return what `_hybrid` and `_rope` read, as they read it."""
+    """Return the keys that `_hybrid` and `_rope` read, in their format."""
     assert config.delta is not None
     rope = {"rope_type": "default", "rope_theta": rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
     sizes = dict(zip(_DELTA_KEYS, config.delta, strict=True))
@@ -347,7 +347,7 @@ def _hybrid_keys(config: ModelConfig, rope_theta: float) -> dict[str, Any]:
     return {"layer_types": list(config.layer_types), "rope_parameters": {**kept, **rope}, **sizes}
 
 
-# How the three axes of an image's positions share the pairs of a head; the three are one position for text.
+# Keys that divide the pairs of a head among the three axes of an image position; for text the three are equal.
 _IMAGE_AXES = ("mrope_section", "mrope_interleaved")
 
 
@@ -357,7 +357,7 @@ def _beside_rope(d: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(d: dict[str, Any], rules: ConfigRules, where: str) -> tuple[float, RopeScaling | None]:
-    """Read RoPE's base and scaling from either dialect; they must agree where both are present."""
+    """Read RoPE's base and scaling from either format; they must agree if both are present."""
     parameters = d.get("rope_parameters")
     if parameters is None:
         return _number(d, "rope_theta", where), _rope_scaling(d, "rope_scaling", where)

@@ -1,5 +1,5 @@
-"""The model families, a row each: how config.json names the family, and the class of its layer. The class is imported
-when it is first asked for, so this table is read without torch."""
+"""Table of the model families: their names in config.json, and their layer classes. A layer class is imported on first
+use, so that reading the table does not need torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from thresher.common.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """architecture: config.json's. models: their common name. layer: the layer's class in `module`.
+    """A family. architecture: its name in config.json. models: its common name. layer: the layer class in `module`.
 
-    prefix: of the names of the transformer's weights, but for the head. kept: prefixes of weights that are not computed
-    with, and kept as they are. in_text_config: config.json has the shape under that key.
+    prefix: of the names of the transformer's weights, except the head's. kept: prefixes of weights that are not used in
+    computation and are kept unchanged. in_text_config: config.json has the shape under `text_config`.
     """
 
     architecture: str
@@ -51,7 +51,7 @@ FAMILIES = {
 
 
 def find_family(model_type: object) -> Family:
-    """Return the row of a model_type; UserError, listing all, where there is none."""
+    """Return the family with this model_type; UserError, listing all of them, if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(map(repr, FAMILIES))
         raise UserError(f"model_type is {model_type!r}, expected one of {known}; {_use_another()}")
@@ -59,7 +59,7 @@ def find_family(model_type: object) -> Family:
 
 
 def infer_model_type(table: Mapping[str, Any]) -> str:
-    """Return the model_type of a parsed config.json, or by its architecture. UserError for none, or two."""
+    """Return the model_type of a parsed config.json, else its architecture's. UserError for none, or two different."""
     architectures = table.get("architectures")
     known = {family.architecture: name for name, family in FAMILIES.items()}
     named = [known[name] for name in architectures if name in known] if _is_names(architectures) else []

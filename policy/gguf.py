@@ -40,8 +40,8 @@ _PARAMETERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# How the tokenizers that `tokenizer.ggml.pre` names cut a text into words, as published: the pattern, and whether a
-# word that is a token is taken whole (`ignore_merges`). None: GPT-2's own pattern, each digit apart.
+# Word splitting of the tokenizers that `tokenizer.ggml.pre` names, as published: the pattern, and whether a word that
+# is a token bypasses the merges (`ignore_merges`). None: GPT-2's own pattern, with each digit separate.
 _PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
     "smollm": (None, False),
     "qwen2": (QWEN_WORDS, False),
@@ -50,15 +50,15 @@ _PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
 }
 _CONTROL, _UNUSED = 3, 5  # values of tokenizer.ggml.token_type; 1 is an ordinary token, 4 one that a user added
 _ORDINARY = (1, 6)  # 6: a byte
-# Llama 3's scaling of RoPE stands in a GGUF file as one divisor for each frequency: those of Meta's releases.
+# A GGUF file has Llama 3's RoPE scaling as one divisor per frequency. These are the scalings of Meta's releases.
 _SCALINGS = (RopeScaling(8.0, 1.0, 4.0, 8192), RopeScaling(32.0, 1.0, 4.0, 8192))
 
 
 def import_gguf(path: str | Path, out: str | Path, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Write the model of the GGUF file `path` as a model folder, `out`, that must not exist; return what was read.
+    """Convert the GGUF file `path` to a model folder `out`, which must not exist; return a summary of the file.
 
     The weights are dequantised and rounded to `dtype`; all of them are in memory at once. UserError for a file that is
-    not GGUF or not whole, and by name for an architecture, tensor type, tokenizer or scaling that is not known.
+    not GGUF or is incomplete, and for an unknown architecture, tensor type, tokenizer or scaling, which it names.
     """
     path = Path(path)
     reader = _open(path)
@@ -106,8 +106,7 @@ class _Fields:
         self._fields = reader.fields
 
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Return the value of `key`, of the type `kind`; UserError where it is absent without a default, or of another
-        type."""
+        """Return the value of `key`. UserError if it is absent without a default, or is not of the type `kind`."""
         if key not in self._fields and default is not None:
             return default
         found = self._fields[key].contents() if key in self._fields else None
@@ -124,7 +123,7 @@ class _Fields:
 
 
 def _open(path: Path) -> Any:
-    """Return the package's reader of the file. UserError where it is no whole GGUF file."""
+    """Return the package's reader of the file. UserError unless it is a complete GGUF file."""
     try:
         import gguf
     except ImportError:
@@ -135,7 +134,7 @@ def _open(path: Path) -> Any:
             raise UserError(f"{path}: not a GGUF file, which begins with the letters GGUF; give another file")
     try:
         return gguf.GGUFReader(path)
-    except Exception as error:  # the package checks little: what a damaged file raises is any of Python's errors
+    except Exception as error:  # the package checks little, so a damaged file may raise any exception
         raise UserError(
             f"{path}: truncated, damaged, or of a kind that the package gguf does not know ({type(error).__name__}: "
             f"{error}); fetch the file again"
@@ -198,8 +197,8 @@ def _config(fields: _Fields, architecture: str, tensors: Mapping[str, Any]) -> M
 
 
 def _is_scaling(scaling: RopeScaling, divisors: torch.Tensor, head_dim: int, base: float) -> bool:
-    """Return whether the divisors of the angles [D/2], float32 in the file, are those of `scaling`; the largest is
-    its factor, so two scalings differ by far more than rounding."""
+    """Return whether the divisors of the angles [D/2], float32 in the file, are those of `scaling`. The largest divisor
+    is the factor, so two scalings differ by far more than rounding."""
     plain, scaled = (wavelengths(head_dim, base, divisors.device, s) for s in (None, scaling))
     return divisors.shape == plain.shape and torch.allclose(scaled / plain, divisors, rtol=1e-4)
 
@@ -210,7 +209,7 @@ def _expected_shapes(config: ModelConfig, path: Path, tensors: int) -> dict[str,
 
 
 def _parameter(name: str) -> str:
-    """Return Hugging Face's name of the tensor `name`; the name itself where it is not known."""
+    """Return Hugging Face's name of the tensor `name`; the name itself if it is not known."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None or found[2] not in _PARAMETERS:
         return name
@@ -232,7 +231,7 @@ def _dequantise(path: Path, tensor: Any) -> torch.Tensor:
 
 
 def _half_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rows of q or k in the order that rotates halves of a head; llama.cpp has the pairs side by side."""
+    """Return the rows of q or k in the order that rotates halves of a head; llama.cpp puts pairs in adjacent rows."""
     rows, columns = weight.shape
     return weight.view(rows // head_dim, head_dim // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

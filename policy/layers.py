@@ -1,11 +1,10 @@
-"""The decoder layers of the model families: Llama 3, 3.1 and 3.2; Qwen2 and Qwen2.5; Qwen3 (dense). Qwen3.5's are in
-qwen35.py.
+"""Decoder layers of Llama 3, 3.1 and 3.2, Qwen2 and Qwen2.5, and Qwen3 (dense). Those of Qwen3.5 are in qwen35.py.
 
-All are one layer: a mixer of tokens, then a gated MLP, a norm before each. The mixer is attention with grouped queries;
-Qwen2 has biases on q, k and v; Qwen3 has a norm of each query and key head before rotation. q, k and v are one
-parameter, gate and up another; Hugging Face's names are views of them. What lets a token see others is an argument,
-`layout`. Axes: T packed tokens, H hidden, N query heads, K key/value heads, M = N + 2K, D head dimension, I
-intermediate.
+All families share one layer: a token mixer, then a gated MLP, with a norm before each. The mixer is grouped-query
+attention. Qwen2 has biases on q, k and v; Qwen3 normalises each query and key head before rotation. q, k and v are one
+parameter, gate and up another; Hugging Face's names are views of them. Which tokens a token attends to is determined by
+an argument, `layout`. Axes: T packed tokens, H hidden, N query heads, K key/value heads, M = N + 2K, D head dimension,
+I intermediate.
 """
 
 from abc import ABC, abstractmethod
@@ -22,38 +21,38 @@ from thresher.policy.lora import LayerAdapters
 
 
 class Layout(Protocol):
-    """Where the tokens that a token sees lie, and what computes with them.
+    """The tokens that each token attends to, and the implementation of attention to them.
 
-    In a rollout it is PagedStep; on CUDA PrefillStep or DeviceStep for prompts and appended text, BucketStep for what
-    draws. In an update it is Varlen, or PrefixForest where sequences share beginnings.
+    In a rollout it is PagedStep; on CUDA PrefillStep or DeviceStep for prompts and appended text, and BucketStep for
+    rows that sample. In an update it is Varlen, or PrefixForest if sequences share prefixes.
     """
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int, /) -> torch.Tensor:
-        """Compute attention: [T, N + 2K, D], queries and keys not yet rotated -> [T, N, D]. layer: its number among
-        those with attention."""
+        """Compute attention: [T, N + 2K, D], queries and keys not yet rotated -> [T, N, D]. layer: the layer's number
+        among those with attention."""
         ...
 
 
 @runtime_checkable
 class StateLayout(Layout, Protocol):
-    """A layout that also computes the gated delta rule: in a rollout from cached states, in an update from the parent
-    segments'."""
+    """A layout that also computes the gated delta rule. It starts from cached states in a rollout, and from the states
+    of the parent segments in an update."""
 
     def delta(self, layer: int, inputs: DeltaInputs, /) -> torch.Tensor:
-        """Compute the convolution and the gated delta rule -> [T, V, E]. layer: its number among those with it."""
+        """Compute convolution and gated delta rule -> [T, V, E]. layer: the layer's number among those with it."""
         ...
 
 
 class Layer(nn.Module, ABC):
     """One layer of a family, which adds to the residual stream."""
 
-    rules: ClassVar[ConfigRules]  # what the family asks of config.json
-    norm_offset: ClassVar[float] = 0.0  # what is added to the weight of a norm over H or D
+    rules: ClassVar[ConfigRules]  # requirements on config.json
+    norm_offset: ClassVar[float] = 0.0  # added to the weight of a norm over H or D
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.adapters: LayerAdapters | None = None  # lora.py puts them here
+        self.adapters: LayerAdapters | None = None  # set by lora.py
 
     @classmethod
     def make(cls, config: ModelConfig, number: int) -> "Layer":
@@ -62,12 +61,12 @@ class Layer(nn.Module, ABC):
 
     @classmethod
     def make_norm(cls, width: int) -> nn.Parameter:
-        """Return the weight of a norm that changes no scale."""
+        """Return the initial weight of a norm, which multiplies by 1."""
         return nn.Parameter(torch.full((width,), 1 - cls.norm_offset))
 
     @classmethod
     def gain(cls, norm_H: torch.Tensor) -> torch.Tensor:
-        """Return the factors of a norm with this weight; with an offset in float32 at least."""
+        """Return the factors of a norm with this weight; if there is an offset, in float32 at least."""
         if not cls.norm_offset:
             return norm_H
         return norm_H.to(torch.promote_types(norm_H.dtype, torch.float32)) + cls.norm_offset
@@ -76,12 +75,12 @@ class Layer(nn.Module, ABC):
     def forward(
         self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream [T, H] after this layer as two terms: the next norm adds the second, as this
+        """Return the residual stream [T, H] after this layer as two terms. The next norm adds the second, as this
         layer's first norm adds `more_TH`. rope: from `rope_table`. layer: its number among those of its type."""
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:
-        """Return Hugging Face's names within a layer and views of the parameters' memory, each element once."""
+        """Return views of the parameters' memory by Hugging Face's names within a layer, each element once."""
 
     def adapted(self, x: torch.Tensor, y: torch.Tensor, *targets: str) -> torch.Tensor:
         """Return y [T, ..], the outputs of the linear maps `targets` of x, plus those of their adapters."""
@@ -89,7 +88,7 @@ class Layer(nn.Module, ABC):
 
 
 class MixerLayer(Layer):
-    """A mixer of tokens and a gated MLP, each behind a norm and added to the stream."""
+    """A token mixer and a gated MLP, each applied after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -102,11 +101,11 @@ class MixerLayer(Layer):
 
     @abstractmethod
     def add_mixer(self, config: ModelConfig) -> None:
-        """Make the mixer's parameters."""
+        """Create the mixer's parameters."""
 
     @abstractmethod
     def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
-        """Return what the mixer adds to the stream, [T, H]."""
+        """Return the mixer's term of the residual stream, [T, H]."""
 
     @abstractmethod
     def mixer_views(self) -> dict[str, torch.Tensor]:
@@ -133,11 +132,11 @@ class MixerLayer(Layer):
 
 
 class DecoderLayer(MixerLayer):
-    """Attention with grouped queries as the mixer."""
+    """A layer with grouped-query attention as its mixer."""
 
     has_bias: ClassVar[bool] = False  # on the projections to q, k and v
     has_head_norms: ClassVar[bool] = False  # of q and k, one weight [D] each for all their heads
-    q_parts: ClassVar[int] = 1  # that q_proj has for each head: its query, and what a family adds
+    q_parts: ClassVar[int] = 1  # of q_proj, for each head: the query, and what a family adds
 
     def add_mixer(self, config: ModelConfig) -> None:
         self.q_rows = config.num_attention_heads * config.head_dim
@@ -174,7 +173,7 @@ class DecoderLayer(MixerLayer):
 
 
 def _check_heads(config: ModelConfig) -> None:
-    """Raise UserError for a width that the heads do not divide; transformers refuses it even with a head_dim."""
+    """Raise UserError if the heads do not divide hidden_size; transformers refuses this even with a head_dim."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads:
         raise UserError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; change one of them")
@@ -191,7 +190,7 @@ def _check_shared_width(config: ModelConfig) -> None:
 
 
 class LlamaLayer(DecoderLayer):
-    """Llama 3, 3.1 and 3.2: no biases, no norms of heads. Llama 3.1's head_dim is hidden_size / num_attention_heads."""
+    """Llama 3, 3.1 and 3.2: no biases, no head norms. Llama 3.1's head_dim is hidden_size / num_attention_heads."""
 
     rules = ConfigRules(
         constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -212,7 +211,7 @@ class Qwen2Layer(DecoderLayer):
 
 
 class Qwen3Layer(DecoderLayer):
-    """Qwen3, dense: norms of query and key heads, no biases. config.json always gives head_dim."""
+    """Qwen3, dense: norms on query and key heads, no biases. config.json always gives head_dim."""
 
     has_head_norms = True
     rules = ConfigRules(

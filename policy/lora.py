@@ -1,11 +1,12 @@
 """Low-rank adapters (LoRA; Hu et al. 2021): y = W x + (alpha / r) B A x, of which only A and B are trained.
 
-A begins uniform in +-1/sqrt(in) (Kaiming's rule as PEFT applies it), a function of the seed; B begins at 0. The sum is
-never merged while a run samples or trains, so with the adapters off the forward is the base's to the bit: GRPO's
-reference without a second model. On export the product is added to the weights, and the adapters lie beside them under
-PEFT's names. A and B are float32 (a step of 1e-6 would not move a bfloat16), cast on use. There is no dropout, which
-would set rollout and update apart, and none on embedding, head and norms. Axes: T packed tokens; R rank, I inputs and O
-outputs of a linear map (stored optimiser states use `a_RI`, `b_OR`).
+A is initialised uniformly in +-1/sqrt(in) (Kaiming's rule as PEFT applies it), as a function of the seed, and B with 0.
+The sum is never merged while a run samples or trains. With the adapters off, the forward therefore equals the base
+model's to the bit, which gives GRPO's reference without a second model. On export the product is added to the weights,
+and the adapters are saved next to them under PEFT's names. A and B are float32, because a step of 1e-6 would not change
+a bfloat16, and are cast on use. There is no dropout, because rollout and update would differ, and there are no adapters
+on embedding, head and norms. Axes: T packed tokens; R rank, I inputs and O outputs of a linear map (stored optimiser
+states use `a_RI`, `b_OR`).
 """
 
 import json
@@ -24,7 +25,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_path, atomic_write_text, check_file, read_json_object
 from thresher.policy.weights import save_tensors
 
-# The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each. A layer has some.
+# The linear maps of a layer: their names in a recipe, and their modules in Hugging Face's layers. A layer has some.
 MODULES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -40,10 +41,10 @@ MODULES = {
     "linear_out": "linear_attn.out_proj",
 }
 TARGETS = tuple(MODULES)
-FOLDER = "adapter"  # beside model.safetensors; in its own folder, or transformers would add it to what has it already
+FOLDER = "adapter"  # next to model.safetensors, in a subfolder: transformers would apply it to the merged weights again
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# With 2 to 4 inputs a CPU matmul of several threads is not batch-invariant where with 8 it is.
+# A CPU matmul with several threads may not be batch-invariant with 2 to 4 inputs even if it is with 8.
 RANK_STEP = 8
 
 
@@ -84,7 +85,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def product(self) -> torch.Tensor:
-        """Return (alpha / r) B A, [O, I]: what merging adds to the weight."""
+        """Return (alpha / r) B A, [O, I], which merging adds to the weight."""
         return (self.b_OR @ self.a_RI) * self.scale
 
 
@@ -106,7 +107,7 @@ class LayerAdapters(nn.Module):
         )
 
     def forward(self, x_TI: torch.Tensor, y_TO: torch.Tensor, targets: Sequence[str]) -> torch.Tensor:
-        """Return the outputs y of maps that lie side by side, plus those of the adapters among them."""
+        """Return y, the concatenated outputs of the maps `targets`, plus those of their adapters."""
         if not self.on or not any(target in self.by_target for target in targets):
             return y_TO
         parts = y_TO.split([self.shapes[target][0] for target in targets], dim=-1)
@@ -118,7 +119,7 @@ class LayerAdapters(nn.Module):
 
 
 class AdaptedLayer(Protocol):
-    """Interface of a layer that this file needs; implemented in layers.py, which imports it."""
+    """Interface of a layer that this file needs; implemented in layers.py, which imports this file."""
 
     adapters: LayerAdapters | None
 
@@ -126,7 +127,7 @@ class AdaptedLayer(Protocol):
 
 
 class AdaptedPolicy(Protocol):
-    """Interface of a policy that this file needs; implemented in model.py, which imports it."""
+    """Interface of a policy that this file needs; implemented in model.py, which imports this file."""
 
     lora: LoraSettings | None
 
@@ -154,9 +155,9 @@ def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
 def add_lora(
     policy: AdaptedPolicy, *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> LoraSettings:
-    """Put fresh adapters (float32, or float64 on such a policy) on every layer; from then on only they are trained.
+    """Add new adapters (float32, or float64 on a float64 policy) to every layer; from then on only they are trained.
 
-    UserError for settings that cannot be, ValueError for a policy that has adapters.
+    UserError for invalid settings, ValueError for a policy that already has adapters.
     """
     if policy.lora is not None:
         raise ValueError("the policy has adapters already")
@@ -176,7 +177,7 @@ def add_lora(
 
 
 def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
-    """Yield Hugging Face's name of each adapted map ("model.layers.0.self_attn.q_proj"), and its adapter."""
+    """Yield Hugging Face's name of each adapted linear map ("model.layers.0.self_attn.q_proj"), and its adapter."""
     for index, layer in enumerate(policy.decoder_layers()):
         if layer.adapters is not None:
             for target, adapter in layer.adapters.by_target.items():
@@ -185,8 +186,8 @@ def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
 
 
 def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights by Hugging Face's names, from `views`, plus the adapters' products: on the CPU, in float32
-    (float64 of a float64 policy), so that small products are not lost on a bfloat16 base."""
+    """Return the weights `views`, by Hugging Face's names, plus the adapters' products. They are on the CPU in float32
+    (float64 for a float64 policy), so that small products are not lost on a bfloat16 base."""
     dtype = torch.promote_types(policy.dtype, torch.float32)
     merged = {name: view.to("cpu", dtype) for name, view in views.items()}
     for name, adapter in adapters(policy):
@@ -195,7 +196,7 @@ def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> 
 
 
 def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent).
+    """Write adapter_config.json and adapter_model.safetensors in PEFT's format to `folder` (created if absent).
     ValueError for a policy without adapters."""
     settings, folder = _settings_of(policy), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -218,8 +219,8 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for absent or other adapters, ValueError
-    for a policy without any."""
+    """Load the files of `save_adapters` into the adapters of `policy`. UserError for absent or other adapters,
+    ValueError for a policy without any."""
     settings, folder = _settings_of(policy), Path(folder)
     config = read_json_object(folder / CONFIG)
     for key, expected in (("r", settings.rank), ("lora_alpha", settings.alpha)):
@@ -246,7 +247,7 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 
 def _modules(policy: AdaptedPolicy, settings: LoraSettings) -> list[str]:
-    """Return the last names of the maps that have adapters."""
+    """Return the last parts of the names of the linear maps that have adapters."""
     found = {name.rpartition(".")[2] for name, _ in adapters(policy)}
     names = (MODULES[target].rpartition(".")[2] for target in settings.targets)
     return [name for name in names if name in found]
@@ -259,7 +260,7 @@ def _settings_of(policy: AdaptedPolicy) -> LoraSettings:
 
 
 def _tensors(policy: AdaptedPolicy) -> dict[str, torch.Tensor]:
-    """Return PEFT's name -> A or B of each adapter."""
+    """Return A and B of each adapter by PEFT's names."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": value
         for name, adapter in adapters(policy)

@@ -1,10 +1,10 @@
 """The policy: a decoder-only transformer; layers.py has the layers of each family.
 
-One forward serves rollout and training. Where keys, values and states live is an argument: a layer calls `layout` once
-with its fresh q, k and v, or `layout.delta` with what enters its convolution. A layout is one of whole sequences, with
-gradients (`Varlen`, or `PrefixForest` where they share prefixes), or one step's view of the cache
+One forward serves rollout and training. The location of keys, values and states is an argument: a layer calls `layout`
+once with its new q, k and v, or `layout.delta` with the inputs of its convolution. A layout is either for whole
+sequences, with gradients (`Varlen`, or `PrefixForest` if they share prefixes), or one step's view of the cache
 (engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be fused; Hugging Face's names are views of them
-(`hf_views`), so loading and saving are one table in two directions. Axes: T packed tokens, H hidden, V vocabulary.
+(`hf_views`), so loading and saving use the same table. Axes: T packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,13 +30,13 @@ from thresher.policy.weights import build_unallocated, read_weights, tensor_shap
 
 
 class Policy(nn.Module):
-    """A language model over packed tokens. Made by `load_policy` or `init_policy`."""
+    """A language model over packed tokens, created by `load_policy` or `init_policy`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
-        self.folder: Path | None = None  # that `load_policy` read it from, for messages
+        self.lora: LoraSettings | None = None  # of the adapters, if lora.py has added some to the layers
+        self.folder: Path | None = None  # the folder that `load_policy` read, for messages
         self.layer_class = layer_class = load_layer_class(config.model_type)
         self.rotary_dim = config.rotary_dim
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -44,19 +44,19 @@ class Policy(nn.Module):
         kinds = config.layer_types or (FULL,) * config.num_hidden_layers
         self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among those of its type
         self.norm = layer_class.make_norm(config.hidden_size)
-        self.kept: dict[str, torch.Tensor] = {}  # weights of its folder that it does not compute with, mapped from it
+        self.kept: dict[str, torch.Tensor] = {}  # unused weights of its folder, memory-mapped
         self.untied_head_VH = (
             None if config.tie_word_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         )
 
     @property
     def head_VH(self) -> torch.Tensor:
-        """The LM head [V, H]; the embedding itself where they are tied."""
+        """Return the LM head [V, H]; the embedding itself if they are tied."""
         return self.embed_VH if self.untied_head_VH is None else self.untied_head_VH
 
     @property
     def prefix(self) -> str:
-        """Return how Hugging Face's names begin, but for the head's."""
+        """Return the prefix of Hugging Face's names, except the head's."""
         return find_family(self.config.model_type).prefix
 
     @property
@@ -75,7 +75,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Switch the adapters off inside, so that the policy computes what its base does."""
+        """Disable the adapters inside the context, so that the policy computes the same as its base."""
         found = [layer.adapters for layer in self.decoder_layers() if layer.adapters is not None]
         before = [adapters.on for adapters in found]
         for adapters in found:
@@ -87,12 +87,12 @@ class Policy(nn.Module):
                 adapters.on = on
 
     def rope(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return the rotations of these positions [T], as every layer takes them."""
+        """Return the rotations of these positions [T], the argument `rope` of every layer."""
         config = self.config
         return rope_table(positions_T, self.rotary_dim, config.rope_theta, self.dtype, config.rope_scaling)
 
     def final_norm(self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, norm_H: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states, of the stream after the last layer; norm_H: the weight `norm`, where it lies."""
+        """Return the hidden states from the stream after the last layer. norm_H: the weight `norm`, or its copy."""
         return add_norm(x_TH, more_TH, self.layer_class.gain(norm_H), self.config.rms_norm_eps)[1]
 
     def hidden(
@@ -100,9 +100,9 @@ class Policy(nn.Module):
     ) -> torch.Tensor:
         """Map packed ids [T] int64 and their positions [T] int64 to hidden states after the last norm [T, H].
 
-        checkpoint_activations: keep only the input of each layer for the backward, and compute the layer again there
+        checkpoint_activations: keep only the input of each layer for the backward, and recompute the layer there
         (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `layout` is then called
-        twice a layer.
+        twice per layer.
         """
         rope = self.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
@@ -124,8 +124,8 @@ class Policy(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def save(self, path: str | Path) -> None:
-        """Write config.json, generation_config.json and model.safetensors as Hugging Face lays them out. Adapters are
-        merged into these, in float32, and also written to a folder of their own."""
+        """Write config.json, generation_config.json and model.safetensors in Hugging Face's layout. Adapters are merged
+        into the weights, in float32, and also written to a subfolder."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
@@ -137,7 +137,7 @@ class Policy(nn.Module):
 
 
 def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's names -> tensors that share the policy's memory (slices of fused projections included)."""
+    """Return tensors that share the policy's memory (slices of fused projections included) by Hugging Face's names."""
     prefix = policy.prefix
     views = {f"{prefix}embed_tokens.weight": policy.embed_VH.data, f"{prefix}norm.weight": policy.norm.data}
     if policy.untied_head_VH is not None:
@@ -148,8 +148,8 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def attention_backend(policy: Policy, choice: str, purpose: Purpose, section: str = "") -> Backend:
-    """Return the backend that computes a policy's attention. UserError, with `section` ("optim.") before its key, where
-    the choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
+    """Return the backend that computes a policy's attention. UserError, with `section` ("optim.") before its key, if
+    the choice cannot be used here. On CUDA the backend is tried out, which takes a moment."""
     try:
         return resolve_attention(choice, policy.device, policy.dtype, policy.config.head_dim, purpose)
     except ValueError as error:
@@ -160,7 +160,7 @@ def load_policy(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", verify: bool = True
 ) -> Policy:
     """Read a model from a folder of config.json and safetensors. UserError, naming file and tensor, unless names and
-    shapes match the config exactly. verify: check the folder's hashes, if it has some."""
+    shapes match the config exactly. verify: check the folder's hashes, if there are any."""
     _check_placement(dtype, device)
     folder = as_path(path)
     if verify:
@@ -168,11 +168,11 @@ def load_policy(
     config = read_config(folder)
     layers, found = config.num_hidden_layers, tensor_shapes(folder)
     policy = build_unallocated(lambda: Policy(config), layers, found, folder / CONFIG_FILES[0]).to(dtype)
-    # Some writers keep a copy of the tied head; it is accepted if it is one.
+    # Some tools write a copy of the tied head; it is accepted if it equals the embedding.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
     kept = kept_shapes(config, found)
-    # Shapes are checked against the files before memory is taken for what config.json says.
+    # Shapes are checked against the files before memory is allocated for the sizes in config.json.
     weights = read_weights(folder, shapes | kept, optional=optional, verify=verify)
     views = hf_views(policy.to_empty(device=device))
     for name, tensor in weights:
@@ -185,7 +185,7 @@ def load_policy(
 
 
 def kept_shapes(config: ModelConfig, found: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Return those tensors of a folder that the model does not compute with, and that are written back."""
+    """Return the tensors of a folder, with shapes, that are not used in computation and are written back on saving."""
     return {name: shape for name, shape in found.items() if name.startswith(find_family(config.model_type).kept)}
 
 
@@ -201,11 +201,11 @@ def _check_placement(dtype: object, device: object) -> None:
 def init_policy(
     config: ModelConfig, seed: int, *, embedding_std: float | None = None, zero_outputs: bool = False
 ) -> Policy:
-    """Make a policy with random weights: normal(0, initializer_range), zero biases, unit norms; a function of the seed.
+    """Create a policy with weights from the seed: normal(0, initializer_range), zero biases, unit norms.
 
     embedding_std: for the embeddings, in place of initializer_range. zero_outputs: the projections into the residual
-    stream are 0, so that every layer begins as the identity; small models learn to copy from shuffled passages so, and
-    hardly otherwise (docs/internals/log.md).
+    stream are 0, so that every layer is the identity at first. Small models then learn to copy from shuffled passages,
+    which they hardly do otherwise (docs/internals/log.md).
     """
     generator = torch.Generator().manual_seed(seed)
     policy = Policy(config)

@@ -1,11 +1,11 @@
-"""The decoder layers of Qwen3.5 (dense): three with the gated delta rule to one with full attention, as config.json's
-layer_types has them.
+"""Decoder layers of Qwen3.5 (dense): three with the gated delta rule for each one with full attention.
 
-Attention differs from Qwen3's in that RoPE turns a share of each head alone, and that a gate from the layer's input is
-multiplied to each head's output. The weights of norms over H and D are 1 less than what they multiply by. An image's
-positions have three axes, which are one for text; images are not read. Axes: T packed tokens, H hidden, N query heads,
-K key/value heads of attention, or query and key heads of the delta rule, M = N + 2K, V value heads, D head dimension, E
-of the delta rule's values, C channels of the convolution, W tokens that it sees.
+config.json's layer_types lists the types. Attention differs from Qwen3's in two ways: RoPE rotates only a fraction of
+each head, and each head's output is multiplied by a gate computed from the layer's input. A norm over H or D multiplies
+by its weight plus 1. An image's positions have three axes, which are equal for text; images are not read. Axes: T
+packed tokens, H hidden, N query heads, K key/value heads of attention, or query and key heads of the delta rule,
+M = N + 2K, V value heads, D head dimension, E that of the delta rule's values, C channels of the convolution, W its
+width in tokens.
 """
 
 import torch
@@ -18,7 +18,7 @@ from thresher.policy.layers import DecoderLayer, Layer, Layout, MixerLayer, Stat
 
 
 class Qwen35Layer(MixerLayer):
-    """What both types have in common."""
+    """Base class of both types of layer."""
 
     norm_offset = 1.0
     rules = ConfigRules(
@@ -37,7 +37,7 @@ class Qwen35Layer(MixerLayer):
 
 
 class GatedAttentionLayer(Qwen35Layer, DecoderLayer):
-    """Attention whose output is gated. q_proj has for each head its query, then its gate."""
+    """Attention with a gated output. For each head, q_proj has the query, then the gate."""
 
     has_head_norms = True
     q_parts = 2
@@ -56,7 +56,7 @@ class GatedAttentionLayer(Qwen35Layer, DecoderLayer):
 
 
 class DeltaLayer(Qwen35Layer):
-    """The gated delta rule (kernels/delta). Its four projections are one parameter."""
+    """A layer with the gated delta rule (kernels/delta). Its four input projections are one parameter."""
 
     def add_mixer(self, config: ModelConfig) -> None:
         assert config.delta is not None
@@ -65,8 +65,8 @@ class DeltaLayer(Qwen35Layer):
         self.in_rows = [shape.channels, self.values, heads, heads]
         self.in_weight = nn.Parameter(torch.empty(sum(self.in_rows), config.hidden_size))
         self.conv_weight = nn.Parameter(torch.empty(shape.channels, shape.conv_kernel_dim))
-        # Over the heads exp(a_log) from 1 to 16 and softplus(dt_bias) from .001 to .1, Mamba's ranges: half of a state
-        # is left after 700 tokens, or after less than one.
+        # Across the heads, exp(a_log) goes from 1 to 16 and softplus(dt_bias) from .001 to .1, Mamba's ranges. A state
+        # has decayed to half after 700 tokens in the first head, and after less than one token in the last.
         self.dt_bias = nn.Parameter(torch.logspace(-3, -1, heads).expm1().log())
         self.a_log = nn.Parameter(torch.linspace(1, 16, heads).log())
         self.head_norm = nn.Parameter(torch.ones(shape.value_head_dim))

@@ -1,9 +1,9 @@
-"""A frozen policy in CPU memory that computes on a device: its layers are copied there one by one, when they are due.
+"""A frozen policy in CPU memory that computes on a device, to which its layers are copied one by one when needed.
 
-Two layers of each type fit on the device. While one computes, the next is copied from pinned memory on a stream of its
-own, so a forward of many tokens hides the transfer. Embeddings are looked up in CPU memory; the head is copied at each
-use. Results are those of the policy on the device, to the bit. There are no gradients and no adapters. Axes: T packed
-tokens, H hidden, V vocabulary.
+The device holds two layers of each type. While one computes, the next is copied from pinned memory on a separate
+stream, so a forward of many tokens hides the transfer. Embeddings are looked up in CPU memory; the head is copied at
+each use. Results equal those of the policy on the device, to the bit. There are no gradients and no adapters. Axes: T
+packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ ROOMS = 2  # layers of a type on the device at once
 
 
 class StreamedPolicy:
-    """A `policy` without adapters in CPU memory, computing on `device`; it is frozen, on CUDA its memory is pinned.
-    ValueError for a policy that lies elsewhere or has adapters."""
+    """A `policy` in CPU memory that computes on `device`. It is frozen; if `device` is CUDA, its memory is pinned.
+    ValueError for a policy that is elsewhere or has adapters."""
 
     def __init__(self, policy: Policy, device: torch.device | str) -> None:
         if policy.device.type != "cpu" or policy.lora is not None:
@@ -33,7 +33,7 @@ class StreamedPolicy:
             for parameter in policy.parameters():
                 parameter.data = parameter.data.pin_memory()
         self._layers = list(policy.decoder_layers())
-        # Layers of each type take turns in rooms of their own.
+        # The layers of each type alternate between the rooms of that type.
         self._place: list[int] = []
         self._rooms: list[Layer] = []
         places: dict[type[Layer], list[int]] = {}
@@ -48,23 +48,23 @@ class StreamedPolicy:
         self._used: list[torch.cuda.Event | None] = [None] * len(self._rooms)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the policy that lie on the device."""
+        """Yield the tensors of the policy that are on the device."""
         for layer in self._rooms:
             yield from layer.parameters()
         yield self._norm
 
     @property
     def head_VH(self) -> torch.Tensor:
-        """The LM head [V, H], a copy on the device where that is not the CPU."""
+        """Return the LM head [V, H], copied to the device unless that is the CPU."""
         return self.policy.head_VH.to(self.device, non_blocking=True)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Do nothing: it has no adapters."""
+        """Do nothing, because there are no adapters."""
         return nullcontext()
 
     @torch.no_grad()
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """As `Policy.hidden`: packed ids [T] int64 and their positions -> hidden states after the last norm [T, H]."""
+        """Map packed ids [T] int64 and their positions to hidden states after the last norm [T, H]."""
         rope = self.policy.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
         self._copy(0)
@@ -78,7 +78,7 @@ class StreamedPolicy:
         return self.policy.final_norm(x_TH, more_TH, self._norm)
 
     def _copy(self, index: int) -> None:
-        """Begin to copy a layer into the place of the layer of its type before the last."""
+        """Start to copy a layer into the room of the second previous layer of its type."""
         place = self._place[index]
         pairs = zip(self._rooms[place].parameters(), self._layers[index].parameters(), strict=True)
         if self._copies is None:

@@ -1,11 +1,11 @@
-"""Text to token ids and token ids to bytes, for byte-level BPE tokenizers kept in a tokenizer.json.
+"""Text to token ids and token ids to bytes, for byte-level BPE tokenizers stored in a tokenizer.json.
 
-`encode` is for text that others wrote (questions, passages, feedback): it spells out every added token, such as
-`<|im_end|>`, like any other text. The library's switch for this covers only tokens marked special, hence a second
-encoder from the JSON without added tokens. `encode_template` is for our own templates, the only way for control ids
-into a prompt. Decoding uses each token's exact bytes, since a tag or a character may end inside a token. Some bytes may
-have no token (SmolLM2's: eight control characters); a text with such a byte is refused. `strftime_now` is not in chat
-templates: a prompt would depend on the day (Llama 3.2's falls back on a fixed date).
+`encode` is for external text (questions, passages, feedback): it encodes an added token, such as `<|im_end|>`, like any
+other text. The library's switch for this covers only tokens marked special, so a second encoder is built from the JSON
+without added tokens. `encode_template` is for our own templates; only it can put control ids into a prompt. Decoding
+uses the exact bytes of each token, because a tag or a character may end inside a token. Some bytes may have no token
+(in SmolLM2's, eight control characters); a text with such a byte is refused. Chat templates do not get `strftime_now`,
+because a prompt would then depend on the day (Llama 3.2's falls back to a fixed date).
 """
 
 import atexit
@@ -37,11 +37,11 @@ from thresher.common.files import (
 )
 from thresher.common.hashes import check_hashes
 
-TEMPLATE_SECONDS = 10.0  # of CPU time that a chat template may take
+TEMPLATE_SECONDS = 10.0  # CPU time limit of a chat template
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
 
-# How Qwen2 cuts text into words before BPE: contractions, letters with one leading mark, single digits, runs
-# of marks, line ends, spaces.
+# Qwen2's rules for splitting text into words before BPE: contractions, letters with one leading mark, single digits,
+# runs of marks, line ends, spaces.
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,8 +63,8 @@ class UnencodableText(UserError):
 
 
 class Tokenizer:
-    """One tokenizer.json, with the chat template beside it. Made by `load_tokenizer` or `train_bpe`. where: names the
-    file in errors. companions: raw content of the files saved along with it, by name."""
+    """One tokenizer.json and the chat template next to it, created by `load_tokenizer` or `train_bpe`. where: names the
+    file in errors. companions: raw content of the files that are saved with it, by name."""
 
     def __init__(self, tokenizer_json: bytes, where: str, companions: Mapping[str, bytes] | None = None) -> None:
         data = parse_json_object(tokenizer_json, where)
@@ -103,18 +103,18 @@ class Tokenizer:
         return len(self._table)
 
     def encode(self, text: str) -> list[int]:
-        """Encode plain text: no id of an added token is ever in the result."""
+        """Encode plain text; the result never contains the id of an added token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` each text, in one call to the library, which is much faster for many short ones."""
+        """Encode each text as `encode` does, in one call to the library, which is much faster for many short texts."""
         with panics_refused(texts, self._where):
             encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         self._refuse_missing_bytes(texts)
         return [encoding.ids for encoding in encodings]
 
     def encode_template(self, text: str) -> list[int]:
-        """Encode text with added tokens recognised. For templates only, never for text that others wrote."""
+        """Encode text with added tokens recognised. For templates only, never for external text."""
         with panics_refused([text], self._where):
             ids = list(self._template_encoder.encode(text, add_special_tokens=False).ids)
         self._refuse_missing_bytes([text])
@@ -126,7 +126,7 @@ class Tokenizer:
         return self._missing is not None
 
     def _refuse_missing_bytes(self, texts: Sequence[str]) -> None:
-        """Raise UnencodableText for a text with a byte that has no token: the library would leave it out silently."""
+        """Raise UnencodableText for a text with a byte that has no token, which the library would drop silently."""
         if self._missing is None:
             return
         normalizer = self._plain_encoder.normalizer
@@ -141,7 +141,7 @@ class Tokenizer:
                 )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such id."""
+        """Return the exact bytes of one token (UTF-8 of the content of an added one). ValueError for an unknown id."""
         if not 0 <= token_id < len(self._table):
             raise ValueError(f"token id {token_id} is outside the tokenizer's {len(self._table)} ids")
         return self._table[token_id]
@@ -155,22 +155,21 @@ class Tokenizer:
         return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
 
     def byte_ids(self, data: bytes) -> list[int]:
-        """Return one token for each byte."""
+        """Return one token id per byte."""
         return [self._id_of_bytes[bytes([byte])] for byte in data]
 
     def token_id(self, content: str) -> int | None:
-        """Return the id of the added token `content`, else of the token that spells exactly it, else None."""
+        """Return the id of the added token `content`, else of the token with exactly its bytes, else None."""
         if content in self.added_tokens:
             return self.added_tokens[content]
         return self._id_of_bytes.get(content.encode("utf-8", errors="surrogatepass"))
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """The ids that Hugging Face's tokenizer puts before a raw text, such as Llama 3's begin of text; Qwen's have
-        none.
+        """Return the ids that Hugging Face's tokenizer puts before a raw text: Llama 3's begin of text; none for Qwen.
 
-        `add_bos_token` of tokenizer_config.json decides where it is set (Qwen, R1-Distill), else the post-processor of
-        tokenizer.json (Llama 3), the only one that transformers 5 reads.
+        `add_bos_token` of tokenizer_config.json decides if it is set (Qwen, R1-Distill), else the post-processor of
+        tokenizer.json (Llama 3), which is the only one that transformers 5 reads.
         """
         asked = self._settings.get("add_bos_token")
         if isinstance(asked, bool):
@@ -195,7 +194,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja source: chat_template.jinja, else tokenizer_config.json's (the one named "default")."""
+        """Return the Jinja source: chat_template.jinja, else tokenizer_config.json's (the one named "default")."""
         if (source := self._companions.get("chat_template.jinja")) is not None:
             return decode_text(source, str(Path(self._where).with_name("chat_template.jinja")))
         template = self._settings.get("chat_template")
@@ -215,10 +214,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Fill the chat template with `messages` ({"role", "content"}) and schemas of `tools`, as Hugging Face does.
-        UserError without a template or when it fails.
+        UserError if there is no template or it fails.
 
-        The result holds control tokens as text, for `encode_template`; a message that spells one becomes one too, so
-        text that others wrote must not pass through here.
+        The result contains control tokens as text, for `encode_template`. A control token spelled in a message becomes
+        one as well, so external text must not be passed here.
         """
         where = str(Path(self._where).parent)
         if self.chat_template is None:
@@ -237,8 +236,8 @@ class Tokenizer:
         return found["text"]
 
     def chat_prompt(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Fill the chat template with `text` as the user's only message, up to where the model begins to write.
-        UserError as `render_chat`, and for a template that leaves the message out."""
+        """Fill the chat template with `text` as the user's only message, up to the beginning of the model's turn.
+        UserError as in `render_chat`, and for a template that omits the message."""
         prompt = self.render_chat([{"role": "user", "content": text}], tools=tools)
         if text.strip() not in prompt:
             where = str(Path(self._where).parent)
@@ -255,9 +254,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
-    """Read a tokenizer.json, given itself or by its folder, with the chat template beside it. UserError, naming the
-    file, where it is absent, malformed or not byte-level BPE, and with `verify` where it is not what
-    the hashes beside it say."""
+    """Read a tokenizer.json, given by its path or its folder, and the chat template next to it. UserError, naming the
+    file, if it is absent, malformed or not byte-level BPE, and with `verify` if it does not match the hashes next to
+    it."""
     refuse_other_folder(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -274,7 +273,7 @@ def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE with Qwen2's rules for cutting words; the same texts give the same tokenizer.
+    """Train a byte-level BPE with Qwen2's rules for splitting words; the same texts give the same tokenizer.
 
     vocab_size: the 256 bytes, the merges (of pairs seen at least twice, so there may be fewer tokens), and
     `special_tokens`, which get the last ids. Any text decodes to its NFC form. ValueError for sizes or special tokens
@@ -309,7 +308,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
-    """Raise UserError unless the tokenizer is BPE over bytes that spells every text unchanged, always the same."""
+    """Raise UserError unless the tokenizer is byte-level BPE that is deterministic and keeps every text unchanged."""
     model = data["model"]
     step = data.get("pre_tokenizer") or {}
     steps = step["pretokenizers"] if step.get("type") == "Sequence" else [step]
@@ -328,14 +327,14 @@ def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
 
 
 def _missing_bytes(vocab: Mapping[str, int]) -> re.Pattern[bytes] | None:
-    """Return the pattern of the bytes of UTF-8 that have no token; None where all have one."""
+    """Return a pattern for the bytes of UTF-8 that have no token; None if all have one."""
     never = {0xC0, 0xC1, *range(0xF5, 0x100)}  # in UTF-8
     missing = [byte for letter, byte in _BYTE_OF_LETTER.items() if letter not in vocab and byte not in never]
     return re.compile(b"[" + b"".join(re.escape(bytes([byte])) for byte in missing) + b"]") if missing else None
 
 
 def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> list[bytes]:
-    """Return the bytes of each token, by id. UserError for an id with no token or two."""
+    """Return the bytes of each token, by id. UserError for an id with no token or with two."""
     of_id: dict[int, bytes] = {}
     for token, token_id in vocab.items():
         if token in added:
@@ -368,9 +367,9 @@ def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> li
 
 
 def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: str) -> dict[str, Any]:
-    """Return the tokenizer without its added tokens, those in the base vocabulary included.
+    """Return the tokenizer's JSON without its added tokens, including those in the base vocabulary.
 
-    They could come out of merges, or whole where the model looks words up first (`ignore_merges`), so they leave the
+    Merges could produce these, or the lookup of whole words (`ignore_merges`). They are therefore removed from the
     vocabulary together with the merges that make or use them.
     """
     model = dict(data["model"])
@@ -392,7 +391,7 @@ def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
             built = tokenizers.Tokenizer.from_str(tokenizer_json)
     except UserError:
         raise
-    except Exception as error:  # the library raises this very class for whatever is wrong in the file
+    except Exception as error:  # the library raises Exception itself for any fault in the file
         raise UserError(f"{where}: not a readable tokenizer ({error}); fetch or write it again") from None
     built.no_truncation()
     built.no_padding()
@@ -401,8 +400,8 @@ def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
-    """Raise UserError where the tokenizers library panics over `texts`: on millions of spaces, or where the tokenizer's
-    pattern tries all ways to cut a text; and for a lone surrogate. A panic is a BaseException."""
+    """Raise UserError if the tokenizers library panics on `texts`, and for a lone surrogate. It panics on millions of
+    spaces, or if the tokenizer's pattern tries all ways to split a text. A panic is a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -433,12 +432,12 @@ def _unencodable(texts: Sequence[str]) -> Exception:
 
 
 def _content(value: Any) -> Any:
-    """Return a special token's text: tokenizer_config.json gives it bare or as an object."""
+    """Return a special token's text, which tokenizer_config.json gives as a string or an object."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 class _Worker:
-    """A process of chat_worker.py that answers line by line; one that does not is replaced."""
+    """A process of chat_worker.py, which answers each request with a line; it is replaced if it does not."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -447,7 +446,7 @@ class _Worker:
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
         line = json.dumps({**request, "seconds": TEMPLATE_SECONDS}) + "\n"
         with self._lock:
-            for _ in range(2):  # the first may have been killed for another reason, as where memory is short
+            for _ in range(2):  # the first may have been killed for another reason, such as a lack of memory
                 process = self._process = self._process or self._start()
                 assert process.stdin is not None and process.stdout is not None
                 answer = ""
@@ -457,7 +456,7 @@ class _Worker:
                     answer = process.stdout.readline()
                 except BrokenPipeError:
                     pass
-                finally:  # after an interrupt too: no later request may get this one's answer
+                finally:  # also after an interrupt, so that no later request gets this answer
                     if not answer.endswith("\n"):
                         self.end()
                 if answer.endswith("\n"):
@@ -475,14 +474,14 @@ class _Worker:
 
     @staticmethod
     def _start() -> subprocess.Popen[str]:
-        # -P: the folder of the script, whose files have common names, is no place to import from.
+        # -P: nothing is imported from the folder of the script, whose files have common names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
 
 
 @cache
 def _worker(process: int) -> _Worker:
-    """Return this process's worker: with a forked one answers would get mixed."""
+    """Return the worker of this process; sharing it with a forked process would mix up the answers."""
     worker = _Worker()
     atexit.register(worker.end)
     return worker

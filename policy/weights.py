@@ -1,9 +1,9 @@
-"""Weights in and out, in the safetensors layouts of Hugging Face: model.safetensors, or shards with an index.
+"""Reading and writing of weights in Hugging Face's safetensors layouts: model.safetensors, or shards with an index.
 
-Exactly the tensors of the model are read, in its shapes. Lengths, names, shapes, dtypes and the index are checked
-first, from the headers, so a wrong folder is refused in milliseconds. Tensors are then mapped from the file and handed
-over one by one: peak memory is the model plus one tensor. Pickled files (pytorch_model.bin), which can run code when
-opened, and quantised dtypes are refused.
+A folder must have exactly the tensors of the model, in its shapes. Lengths, names, shapes, dtypes and the index are
+checked first, from the headers, so a wrong folder is refused in milliseconds. Tensors are then mapped from the file and
+yielded one by one, so peak memory is the model plus one tensor. Pickled files (pytorch_model.bin), which can run code
+when opened, and quantised dtypes are refused.
 """
 
 import json
@@ -34,11 +34,11 @@ from thresher.common.hashes import check_hashes
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _BYTES_OF_DTYPE = {"F32": 4, "BF16": 2, "F16": 2}
-# Counters that older files carry beside the weights (BERT's position_ids): never asked for, never yielded.
+# Buffers that older files have next to the weights (BERT's position_ids). They are never requested and never yielded.
 _BYTES_OF_BUFFER = {"I64": 8}
 _HEADER_LIMIT = 100_000_000
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# A tied head has no tensor of its own, but some files carry a copy of what it is tied to.
+# A tied head has no separate tensor, but some files have a copy of the embedding.
 _COPY = "lm_head.weight"
 _COPIED = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
@@ -79,10 +79,11 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
 
-    Every name of `expected` must be there in its shape, and no other, except that those in `optional` may be absent. An
-    optional name that `expected` lacks is not yielded; `lm_head.weight` is then the copy of a tied head and must equal
-    the embedding. All is checked before this returns, except that numbers are finite, when a tensor's turn comes. The
-    tensors are backed by the files. verify: check the folder's hashes first, if it has some.
+    The folder must have every name of `expected`, in its shape, and no other; those in `optional` may be absent. An
+    optional name that is not in `expected` is not yielded; `lm_head.weight` is then the copy of a tied head and must
+    equal the embedding. Everything is checked before this returns, except that the numbers are finite, which is checked
+    for each tensor before it is yielded. The tensors are backed by the files. verify: check the folder's hashes first,
+    if there are any.
     """
     folder = Path(folder)
     if verify:
@@ -104,11 +105,11 @@ def read_weights(
 
 
 def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Write model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
+    """Write model.safetensors, or shards and their index if the tensors take more than `max_shard_bytes`.
 
-    UserError for a number that is not finite, and, before anything is written, for a full disk. Each file appears whole
-    or not at all, and weights in the other layout are removed once the new ones are complete. A kill while shards
-    replace shards leaves no index, hence an incomplete folder, never a mixture.
+    UserError for a number that is not finite, and, before anything is written, for a full disk. Each file is written
+    completely or not at all, and weights in the other layout are removed once the new ones are complete. A kill while
+    shards replace shards leaves no index: the folder is then incomplete, but never a mixture.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,7 @@ def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, ma
         paths = [staged.enter_context(atomic_path(folder / name)) for name in names]
         for path, shard in zip(paths, shards, strict=True):
             _save_to(path, shard)
-        # Shards may take the names of older ones, which an old index must not be able to mix with them.
+        # New shards may have the names of older ones; an old index must not refer to a mixture of both.
         (folder / INDEX).unlink(missing_ok=True)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -136,7 +137,7 @@ def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, ma
 
 
 def _split(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    """Fill shards in the given order; a tensor larger than the limit gets a shard of its own."""
+    """Split the tensors into shards in the given order; a tensor larger than the limit gets its own shard."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -170,7 +171,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata=metadata)
-    except SafetensorError as error:  # the library's word for whatever the system said
+    except SafetensorError as error:  # the library's wrapper of any error of the system
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise
@@ -191,7 +192,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _locate(folder: Path) -> dict[str, _Entry]:
-    """Return the place of each tensor of the folder, after checking headers and index."""
+    """Return the entry of each tensor of the folder, after checking headers and index."""
     if os.path.lexists(folder / SINGLE):
         return _read_header(folder / SINGLE)
     if not os.path.lexists(folder / INDEX):
@@ -227,10 +228,10 @@ def _locate(folder: Path) -> dict[str, _Entry]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Return the tensors of one safetensors file, in file order, once header and length agree.
+    """Return the entries of one safetensors file, in file order, after checking that header and length agree.
 
-    Layout: 8 bytes, little-endian, give the length of a JSON header; then come the tensors' bytes, at offsets counted
-    from the header's end. (github.com/huggingface/safetensors, "Format")
+    Layout: 8 bytes, little-endian, give the length of a JSON header. The tensors' bytes follow, at offsets counted from
+    the header's end. (github.com/huggingface/safetensors, "Format")
     """
     check_file(file)
     try:
@@ -334,5 +335,5 @@ def _stream(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number of the tensor is NaN or infinite, in one pass and without a tensor of its size."""
+    """Return whether no number of the tensor is NaN or infinite, in one pass and without another tensor of its size."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

@@ -1,9 +1,9 @@
 """Passages by row, in memory or left in their file.
 
-A passage has an id (its name) and a row (its place in corpus and index). The text is stored untouched; control tags are
-escaped where it is rendered for a model. `read_corpus` reads a file into memory. `open_corpus` leaves it on the disk:
-one pass checks every record, hashes the content and stores the byte at which each passage begins. A file without byte
-offsets (gzip, a JSON list or object), or one that is cut into chunks, is copied into plain JSONL beside the offsets.
+A passage has an id (its name) and a row (its place in corpus and index). The text is stored unchanged; control tags are
+escaped when it is rendered for a model. `read_corpus` reads a file into memory. `open_corpus` leaves it on disk: one
+pass checks every record, hashes the content and stores the byte at which each passage begins. A file without byte
+offsets (gzip, a JSON list or object), or one that is split into chunks, is copied to plain JSONL next to the offsets.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ from thresher.retrieval.passages import (
 )
 from thresher.retrieval.passages import Passage as Passage
 
-OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage begins, and where the last one ends
+OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: the beginning of each passage, and the end of the last one
 COPY_FILE = "corpus.copy.jsonl"
 LEDGER_FILE = "corpus.ledger.json"
-HASHES_FILE = "corpus.hashes.json"  # of the offsets, and of the file that they are into, wherever that is
+HASHES_FILE = "corpus.hashes.json"  # of the offsets, and of the file that they refer to, wherever it is
 CACHE_FILES = (OFFSETS_FILE, COPY_FILE, HASHES_FILE, LEDGER_FILE)  # the ledger is written last
 STORED = "passages"
 LEDGER_FORMAT = 1
@@ -47,7 +47,7 @@ LEDGER_FORMAT = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
     """The record of a cache folder, `corpus.ledger.json`, written last and removed first. source_bytes,
-    source_mtime_ns: of the original. stored_bytes: of the file that the offsets are of, the copy if `copied`."""
+    source_mtime_ns: of the original. stored_bytes: of the file that the offsets refer to, the copy if `copied`."""
 
     format: int
     source_bytes: int
@@ -62,11 +62,11 @@ class Ledger:
     sha256: str
 
     def write(self, cache: Path) -> None:
-        """Write `corpus.ledger.json` into the folder `cache`."""
+        """Write `corpus.ledger.json` to the folder `cache`."""
         atomic_write_text(cache / LEDGER_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     def describes(self, path: Path, cache: Path, chunk_words: int, skip_empty: bool) -> bool:
-        """Return whether file and options are still the same, and the cache's own files are whole."""
+        """Return whether file and options are unchanged, and the files of the cache are complete."""
         if (self.chunk_words, self.skip_empty) != (chunk_words, skip_empty):
             return False
         if (self.source_bytes, self.source_mtime_ns) != stamp(os.stat(path)):
@@ -76,7 +76,7 @@ class Ledger:
 
 
 def read_ledger(cache: Path) -> Ledger | None:
-    """Return the ledger in `cache`, None where this version wrote none."""
+    """Return the ledger in `cache`; None if there is none that this version wrote."""
     try:
         record = json.loads((cache / LEDGER_FILE).read_bytes())
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def read_ledger(cache: Path) -> Ledger | None:
 
 
 def stamp(stat: os.stat_result) -> tuple[int, int]:
-    """Return size and time of change."""
+    """Return size and modification time of a file."""
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -97,13 +97,13 @@ PAIRED = "title[SEP]text"  # as DPR reads a passage
 EMBEDS = ("text", "title+text", PAIRED)
 OFFSETS_AT_A_TIME = 1 << 12  # buffered before they are written
 PASSAGES_AT_A_TIME = 256  # read in iteration
-# Ids with a hash seen twice that are looked at again; more of them only make the same complaint longer.
+# Hashes that occur twice whose ids the second pass compares; more of them would not change the error.
 MOST_SUSPECTS = 1 << 16
 
 
 class Corpus(Sequence[Passage]):
-    """Passages by row, at least one, with ids that differ. path: their file, if any. records: in that file. skipped:
-    the empty ones among these, left out."""
+    """Passages by row, at least one, with distinct ids. path: their file, if any. records: their number in that file.
+    skipped: the number of empty records, which are left out."""
 
     path: Path | None
     records: int
@@ -153,7 +153,7 @@ class Corpus(Sequence[Passage]):
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of ids, titles and texts in row order, in hexadecimal, whatever the file's format."""
+        """Return the hash of ids, titles and texts in row order, in hexadecimal, for any format of the file."""
         digest = hashlib.sha256()
         for passage in self:
             digest.update(_hashed(passage))
@@ -163,8 +163,8 @@ class Corpus(Sequence[Passage]):
 def read_corpus(path: str | Path, *, chunk_words: int = 0, skip_empty: bool = False) -> Corpus:
     """Read a corpus, in any format of `passages`, into memory.
 
-    A missing id is the row number. `chunk_words`, unless 0, cuts every text into passages of that many words, ids
-    `ID#0` and on. `skip_empty` leaves out, and counts, records without text. UserError names file and line.
+    A missing id is the row number. `chunk_words`, unless 0, splits every text into passages of this number of words,
+    with ids from `ID#0`. `skip_empty` omits and counts records without text. UserError names file and line.
     """
     scan = _Scan(Path(path), detect_format(path), chunk_words, skip_empty)
     passages: list[Passage] = []
@@ -185,15 +185,15 @@ def open_corpus(
     skip_empty: bool | None = None,
     verify: bool = True,
 ) -> Corpus:
-    """Open a corpus without reading it into memory; content, hash, order and errors as `read_corpus`.
+    """Open a corpus without reading it into memory; content, hash, order and errors are those of `read_corpus`.
 
-    `cache` is a folder for the results of the pass: offsets, hashes, ledger, and a copy where there are no byte
-    offsets. It is used again while the file's size and time of change and the options are the same. An option that is
-    None is the cache's own, and 0 or False in a new one. A killed pass leaves all of a cache or none.
+    `cache` is a folder for the results of the pass: offsets, hashes, ledger, and a copy if there are no byte offsets.
+    It is reused while the file's size and modification time and the options are the same. An option that is None is
+    taken from the cache, and is 0 or False in a new one. A killed pass leaves a complete cache or none.
 
-    RAM: 8 bytes a passage during the pass, next to none after it (a JSON list or object is parsed whole). Disk: 8 bytes
-    a passage, and the copy. Several threads may read the same corpus. `verify`: offsets are compared with their hashes
-    here, passages when first read. UserError when a passage is read from a file that has changed.
+    RAM: 8 bytes per passage during the pass, almost none after it (a JSON list or object is parsed as a whole). Disk: 8
+    bytes per passage, and the copy. Several threads may read the same corpus. `verify`: offsets are compared with their
+    hashes here, passages when first read. UserError if a passage is read from a file that has changed.
     """
     path, cache = Path(path), Path(cache)
     if path.name in CACHE_FILES and path.resolve().parent == cache.resolve():
@@ -219,7 +219,7 @@ def open_corpus(
 
 
 def embedded_text(passage: Passage, embed: str) -> str:
-    """Return the text of `passage`, or its title and text, with a line feed or BERT's [SEP] between. `embed` is one of
+    """Return the text of `passage`, or its title and text joined by a line feed or BERT's [SEP]. `embed` is one of
     EMBEDS."""
     check_embed(embed)
     if embed == "text" or not passage.title:
@@ -235,7 +235,7 @@ def check_embed(embed: str) -> None:
 
 
 class _Scan:
-    """Passes over a file: iterating yields (where, byte at which the record starts, passage), and counts."""
+    """Passes over a file. Iteration yields (where, byte at which the record starts, passage), and counts records."""
 
     def __init__(self, path: Path, fmt: CorpusFormat, chunk_words: int, skip_empty: bool) -> None:
         if chunk_words < 0:
@@ -286,7 +286,7 @@ def _write_cache(scan: _Scan, cache: Path) -> Ledger:
             raise UserError(f"{scan.path}: changed while it was read; wait until it is written, then start again")
         starts.append(end if copied else before.st_size)
         _flush(starts, offsets)
-        (cache / LEDGER_FILE).unlink(missing_ok=True)  # just before the new files take the old ones' places
+        (cache / LEDGER_FILE).unlink(missing_ok=True)  # just before the new files replace the old ones
     write_list(
         cache / HASHES_FILE,
         {OFFSETS_FILE: cache / OFFSETS_FILE, STORED: cache / COPY_FILE if copied else scan.path},
@@ -309,7 +309,7 @@ def _write_cache(scan: _Scan, cache: Path) -> Ledger:
 
 
 def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
-    """Raise UserError, naming both places, if an id occurs twice: a second pass decides where equal hashes occur."""
+    """Raise UserError, naming both places, if an id occurs twice; for equal hashes, a second pass compares the ids."""
     hashes = np.frombuffer(id_hashes, np.int64)
     hashes.sort()
     suspects = set(hashes[1:][hashes[1:] == hashes[:-1]][:MOST_SUSPECTS].tolist())
@@ -324,14 +324,14 @@ def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
 
 
 class _StoredCorpus(Corpus):
-    """A corpus left on the disk: file and offsets are open, passages are read when asked for."""
+    """A corpus left on disk: file and offsets are open, passages are read on access."""
 
     def __init__(self, path: Path, cache: Path, ledger: Ledger, fmt: CorpusFormat, verify: bool) -> None:
         self.path = path
         self.records, self.skipped, self.sha256 = ledger.records, ledger.skipped, ledger.sha256
         self._stored = cache / COPY_FILE if ledger.copied else path
         self._fmt = fmt
-        # No file object: reads name their own position, so that threads do not meet, and none is buffered.
+        # No file object: each read states its position, so that threads do not interfere, and nothing is buffered.
         self._file = os.open(self._stored, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._stamp = stamp(os.fstat(self._file))
@@ -350,7 +350,7 @@ class _StoredCorpus(Corpus):
         return len(self._offsets) - 1
 
     def _run(self, first: int, end: int) -> Iterator[Passage]:
-        """Return the passages of rows `first` up to `end`, by one read."""
+        """Yield the passages of rows `first` to `end`, exclusive, from one read."""
         if first >= end:
             return
         places = self._offsets[first : end + 1].tolist()
@@ -391,7 +391,7 @@ def _hashed(passage: Passage) -> bytes:
     parts = []
     for field in (passage.id, passage.title, passage.text):
         data = field.encode("utf-8", "surrogatepass")
-        # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+        # The length prefix distinguishes ("ab", "c") from ("a", "bc").
         parts += [len(data).to_bytes(8, "little"), data]
     return b"".join(parts)
 

@@ -1,15 +1,15 @@
-"""The files in which people keep passages, and how a record becomes a passage.
+"""File formats of passages, and the conversion of a record to a passage.
 
-This is the one place that knows a corpus's format. A name ending in `.jsonl` or `.tsv` decides; elsewhere the first
-characters do, and `.gz` may follow any name:
+Only this module knows the formats of a corpus. A name that ends in `.jsonl` or `.tsv` determines the format; otherwise
+the first characters do. `.gz` may follow any name:
 
-    lines    one JSON object a line: {"title", "text"} with an "id" if you like (BEIR's "_id" and "docid" too), or
+    lines    one JSON object per line: {"title", "text"} with an optional "id" (also BEIR's "_id", and "docid"), or
              wiki-18's {"id", "contents"}, whose first line is the title in double quotes
     list     the same objects in one JSON list
     titles   one JSON object, title -> list of sentences (or one string), as HotpotQA's contexts are pooled
     tsv      DPR's table: a header with id, text and title, separated by tabs, quoted as CSV is
 
-Lists and objects are parsed whole, so a corpus of millions belongs in lines.
+Lists and objects are parsed as a whole, so a corpus of millions of passages should be in lines.
 """
 
 import csv
@@ -52,13 +52,13 @@ class Passage:
 
 
 class EmptyPassage(UserError):
-    """A record that is well formed and holds no text."""
+    """Error for a record that is well formed but has no text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFormat:
-    """The layout of records in a file. kind: lines, list, titles or tsv. seekable: a record can be read by itself.
-    columns: of a TSV."""
+    """The layout of records in a file. kind: lines, list, titles or tsv. seekable: whether a record can be read by
+    itself. columns: of a TSV."""
 
     kind: str
     seekable: bool
@@ -94,8 +94,8 @@ def detect_format(path: str | Path) -> CorpusFormat:
 
 
 def iter_located(path: str | Path, fmt: CorpusFormat) -> Iterator[tuple[str, int, Record]]:
-    """Yield (where, start, record) for every record of `path`: the beginning of an error message, the byte at which the
-    record begins (if seekable), and the record."""
+    """Yield (where, start, record) for every record of `path`. where: the beginning of an error message. start: the
+    byte at which the record begins (if seekable)."""
     path = Path(path)
     if fmt.kind == "lines":
         yield from _iter_jsonl(path)
@@ -108,7 +108,7 @@ def iter_located(path: str | Path, fmt: CorpusFormat) -> Iterator[tuple[str, int
 
 
 def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
-    """Return the first record in `data`, bytes that begin where a record of a seekable format does."""
+    """Return the first record in `data`, which begins at a record of a seekable format."""
     if fmt.kind == "lines":
         return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
     text = io.StringIO(decode_text(data, where), newline="\n")
@@ -119,8 +119,8 @@ def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
 
 
 def to_passage(record: Record, row: int, where: str) -> Passage:
-    """Return the passage of `record`, with the id `row` where it has none. EmptyPassage for a blank text; UserErrors
-    begin with `where`."""
+    """Return the passage of `record`, with the id `row` if it has none. EmptyPassage for a blank text; the message of a
+    UserError begins with `where`."""
     if "contents" in record:
         title, text = split_contents(string_field(record, "contents", where, may_be_empty=True))
         empty = '"contents" is a title without text' if title else '"contents" is empty'
@@ -138,19 +138,19 @@ def to_passage(record: Record, row: int, where: str) -> Passage:
 
 
 def chunks(passage: Passage, words: int) -> Iterator[Passage]:
-    """Cut the text at white space into passages of `words` words, with ids `ID#0`, `ID#1` and on, and the title."""
+    """Split the text at white space into passages of `words` words, with ids `ID#0`, `ID#1`, .., and the title."""
     for number, match in enumerate(_chunk_pattern(words).finditer(passage.text)):
         yield Passage(f"{passage.id}#{number}", passage.title, match[0])
 
 
 def document_of(id_: str) -> str:
-    """Return the id of the passage that a chunk was cut from; of what is no chunk, its own id."""
+    """Return the id of the passage that a chunk was cut from; any other id is returned unchanged."""
     return CHUNK_NUMBER.sub("", id_)
 
 
 @lru_cache(maxsize=8)
 def _chunk_pattern(words: int) -> re.Pattern[str]:
-    # Words are matched possessively: a word of a million characters is looked at once, not once for every split of it.
+    # Words are matched possessively: a word of a million characters is scanned once, not once for every split of it.
     return re.compile(rf"\S++(?:\s++\S++){{0,{words - 1}}}")
 
 
@@ -166,7 +166,7 @@ def _iter_jsonl(path: Path) -> Iterator[tuple[str, int, Record]]:
 
 
 def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
-    # As pairs: a title may occur twice, and a dict would drop one passage without a word.
+    # Parsed as pairs, because a title may occur twice and a dict would silently drop one passage.
     pairs = parse_json(read_whole(path), str(path), pairs=True)
     for title, value in pairs if isinstance(pairs, list) else []:
         where = f"{path}: title {title!r}"
@@ -177,7 +177,7 @@ def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
 
 
 def join_sentences(sentences: list[str]) -> str:
-    """Join sentences to a text. HotpotQA's bring the space before them along; those that do not are given one."""
+    """Join sentences into a text. HotpotQA's begin with a space; one is put before those that do not."""
     text = ""
     for sentence in sentences:
         if text and sentence and not text[-1].isspace() and not sentence[0].isspace():
@@ -198,9 +198,9 @@ def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, 
 
 
 def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield (where, start, cells) for every row of a table that is not blank, with the header. `malformed` is the error
-    for a wrongly quoted row, with {} for the reason."""
-    number = end = 0  # of the last line that the reader took
+    """Yield (where, start, cells) for every row of a table that is not blank, including the header. `malformed` is the
+    error for a wrongly quoted row, with {} for the reason."""
+    number = end = 0  # of the last line that was read
 
     def decoded() -> Iterator[str]:
         nonlocal number, end
@@ -221,7 +221,7 @@ def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str
             yield where, start, cells
 
 
-# _csv.Reader has no public name before Python 3.12's stubs; what is used of it is that it iterates.
+# _csv.Reader has no public name before Python 3.12's stubs; only its iteration is used.
 def _csv_reader(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
     csv.field_size_limit(line_limit())
     return csv.reader(lines, delimiter=delimiter, strict=True)
@@ -253,7 +253,7 @@ def _tsv_cells(line: bytes) -> tuple[str, ...]:
 
 
 def _is_passage(line: bytes) -> bool:
-    """Return whether `line` is a whole JSON object with a passage's text: JSON lines under another name."""
+    """Return whether `line` is a complete JSON object with a passage's text, as in JSONL under another name."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _is_passage(line: bytes) -> bool:
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Return title and text of wiki-18's `contents`: the first line is the title, with or without quotes; a single line
+    """Return title and text of wiki-18's `contents`. The first line is the title, with or without quotes; a single line
     is all text."""
     title, line_feed, text = contents.partition("\n")
     if not line_feed:

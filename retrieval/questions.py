@@ -1,11 +1,11 @@
-"""Questions with their gold answers and the passages given with them, and bare queries: our own file of them.
+"""Questions with gold answers and given passages, and bare queries, in our own file format.
 
     {"id", "question", "golden_answers": [..],
      "passages": [{"id", "title", "text"}, ..], "gold_indices": [..], "metadata": {..}}
 
-one object a line, of which the question and an answer are required; "answer" and "answers" are read as well. In place
+There is one object per line. The question and an answer are required; "answer" and "answers" are read as well. Instead
 of "gold_indices", which count from 1, a passage may have "gold": true. All other keys are kept in `metadata`.
-`datasets` turns published files into these records.
+`datasets` converts published files to these records.
 """
 
 import re
@@ -27,7 +27,7 @@ from thresher.common.jsonl import (
 from thresher.retrieval.passages import EmptyPassage, Passage, to_passage
 from thresher.rewards.text import normalize_answer
 
-NAMED_DOCUMENTS = ("evidence_docs", "gold_docs")  # of the metadata: ids of documents that a search should find
+NAMED_DOCUMENTS = ("evidence_docs", "gold_docs")  # in the metadata: ids of documents that a search should find
 GOLD_KEYS = ("golden_answers", "answers", "answer")
 COUNTED = re.compile(r"(.*/)?((train|dev|test|validation)_)?\d+")  # ids that number the rows of a file
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
@@ -35,8 +35,8 @@ OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its right answers, and the passages given with it; `gold_indices` are those that have a supporting
-    fact, from 1, None if unknown."""
+    """A question, its correct answers, and the passages given with it. `gold_indices` are the numbers, from 1, of those
+    with a supporting fact; None if unknown."""
 
     id: str
     question: str
@@ -58,8 +58,8 @@ class Query:
 def read_questions(path: str | Path, *, golds_needed: bool = True) -> list[Question]:
     """Read questions from JSONL (or a JSON list, `.json`), gzipped or not.
 
-    The id defaults to the row number, from 0; that of a passage to its place, from 1. `golds` may be empty unless
-    `golds_needed`. UserError names file and line, also for a published set that has to be converted first.
+    The id defaults to the row number, from 0, and a passage's id to its position, from 1. `golds` may be empty unless
+    `golds_needed`. UserError, naming file and line, also for a published set that has to be converted first.
     """
     return list(iter_questions(path, golds_needed=golds_needed))
 
@@ -91,8 +91,8 @@ def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = Tr
 
 
 def check_apart(sets: Iterable[tuple[str | Path, Iterable[Question]]]) -> None:
-    """Raise UserError where two sets, each with its file, have a question in common, by its id or its normalised text.
-    An id that counts the rows of a file, such as 17, nq/17 and train_17, names no question."""
+    """Raise UserError if two sets, each with its file, have a question in common, by its id or its normalised text.
+    An id that numbers the rows of a file, such as 17, nq/17 and train_17, is not compared."""
     first: dict[str, str | Path] = {}
     for path, questions in sets:
         here: set[str] = set()
@@ -112,7 +112,7 @@ def check_apart(sets: Iterable[tuple[str | Path, Iterable[Question]]]) -> None:
 
 
 def question_record(question: Question) -> Record:
-    """Return the record that `read_questions` turns into this question."""
+    """Return the record that `read_questions` reads as this question."""
     record: Record = {"id": question.id, "question": question.question, "golden_answers": list(question.golds)}
     if question.passages:
         record["passages"] = [passage_record(passage) for passage in question.passages]
@@ -124,13 +124,13 @@ def question_record(question: Question) -> Record:
 
 
 def passage_record(passage: Passage) -> Record:
-    """Return a line of a corpus, or an item of a question's "passages"."""
+    """Return the record of a passage, for a line of a corpus or an item of a question's "passages"."""
     return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def read_queries(path: str | Path) -> list[Query]:
-    """Read {"id", "question"} with optional "gold_titles" (also under "metadata"), by default the titles of the gold
-    passages. Files and errors as `read_questions`."""
+    """Read {"id", "question"} with optional "gold_titles" (also under "metadata"). The default is the titles of the
+    gold passages. Files and errors are those of `read_questions`."""
     return [
         Query(id=id_, question=string_field(record, "question", where), gold_titles=_gold_titles(record, where))
         for where, id_, record in _records(path)
@@ -147,7 +147,7 @@ def _gold_titles(record: Record, where: str) -> tuple[str, ...]:
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
-    """Yield place, id and content of every record, ids differing, at least one."""
+    """Yield place, id and content of every record. UserError if an id occurs twice or there is no record."""
     place_of: dict[str, str] = {}
     for row, (where, record) in enumerate(iter_records(path)):
         id_ = id_field(record, row, where)
@@ -160,8 +160,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
 
 
 def _refuse_original(record: Record, where: str) -> None:
-    """Raise UserError for HotpotQA, 2Wiki and MuSiQue as published: read as ours, their passages would be mere
-    metadata."""
+    """Raise UserError for a published record of HotpotQA, 2Wiki or MuSiQue: its passages would be read as metadata."""
     if "passages" in record:
         return
     paragraphs = record.get("paragraphs")
@@ -193,7 +192,7 @@ def _golds(record: Record, where: str, needed: bool) -> tuple[str, ...]:
 
 
 def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-    """Return passages and the numbers of those that are gold, None where neither indices nor flags say."""
+    """Return the passages and the numbers of the gold ones; None if neither indices nor flags give them."""
     given = record.get("passages", [])
     if not isinstance(given, list):
         raise UserError(f'{where}: "passages" should be a list of objects, found {json_kind(given)}; fix this record')

@@ -1,7 +1,7 @@
-"""Searches, answered by an index in this process, by several of them, or by a server.
+"""Interface of a search, which is answered by an index in this process, by several of them, or by a server.
 
-A `Retriever` answers one call for all waiting queries, hits best first, no query changing another's result. It caches
-answers and asks for equal queries once; `_find` searches for the others.
+A `Retriever` answers all waiting queries in one call, best hits first; no query changes another's result. It caches
+answers and searches for equal queries once; `_find` searches for those that remain.
 """
 
 from abc import ABC, abstractmethod
@@ -15,17 +15,17 @@ from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.passages import Passage
 
 CACHE_QUERIES = 16_384
-# A longer query is not worth a place in the cache, where it would be kept whole.
+# A longer query is not cached, because the cache would keep all of its text.
 CACHE_CHARACTERS = 1_000
 
 
 class Unanswered(UserError):
-    """Searches that a server does not answer now, or not usably, and may later: a caller should save its work."""
+    """Error for searches that a server did not answer, or not usably, and may answer later; save your work first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One passage found: its row in the corpus (-1 where only a server knows it), the passage, and its score."""
+    """One passage found: its row in the corpus (-1 if only a server knows it), the passage, and its score."""
 
     row: int
     passage: Passage
@@ -34,7 +34,7 @@ class Hit:
 
 @dataclass(slots=True)
 class SearchStats:
-    """Counts since the beginning: calls of `search`, queries, those answered from the cache or by an equal one."""
+    """Counts since creation: calls of `search`, queries, and queries answered from the cache or by an equal one."""
 
     calls: int = 0
     queries: int = 0
@@ -42,8 +42,8 @@ class SearchStats:
 
 
 class Retriever(ABC):
-    """Answers searches, one at a time, from any thread. identity: a server's index, if it says. elsewhere: another
-    process does the work, so that the caller may do its own meanwhile."""
+    """Answers searches from any thread, one at a time. identity: of a server's index, if the server reports one.
+    elsewhere: another process does the work, so the caller can do other work meanwhile."""
 
     elsewhere: ClassVar[bool] = False
 

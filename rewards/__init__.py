@@ -1,6 +1,6 @@
 """Rewards as pure functions of a transcript and the gold answers: tags, text measures, statistics, group advantages.
 
-It imports neither torch nor any folder but common. A paper's reward is a file in papers/.
+This package imports neither torch nor any folder except common. The reward of a paper is a file in papers/.
 """
 
 from typing import TYPE_CHECKING
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would let any name pass
+if not TYPE_CHECKING:  # with which a type checker would accept any name
     _OLD = {"Attempt": RewardInput, "Piece": TextSegment}
     __getattr__ = renamed(__name__, _OLD)
     moved_module(f"{__name__}.attempt", {"Attempt": RewardInput, "RewardInput": RewardInput})

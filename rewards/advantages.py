@@ -1,14 +1,14 @@
-"""Group-relative advantages, as GRPO takes them: each reward against the mean of its own group.
+"""Group-relative advantages, as in GRPO: each reward compared with the mean of its own group.
 
     A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
 
-A floor of .1 is EviOmni's and LEAR's; a recipe's is 1e-6 otherwise. Without a floor a group of {.49, .51} gets
+EviOmni and LEAR have a floor of .1; other recipes default to 1e-6. Without a floor a group of {.49, .51} gets
 advantages of -1 and +1, as a group of {0, 1} does; with .1 it gets -.1 and +.1. The deviation is the population's. A
-group whose rewards are equal, so a group of one, has advantage 0 (verl gives a lone sample its raw reward).
+group whose rewards are equal, and thus a group of one, has advantage 0 (verl gives a lone sample its raw reward).
 
-Groups are the caller's numbers, never equal prompts, so that two copies of a prompt do not merge into one.
+Groups are identified by the caller's numbers, not by equal prompts, so two copies of a prompt do not merge.
 
-`advantages_by_group` has other baselines b and scales s too, A_i = (R_i - b_i) / s_i:
+`advantages_by_group` also has other baselines b and scales s, A_i = (R_i - b_i) / s_i:
 
     baseline "group"          b = mean of the group            GRPO; Dr. GRPO with scale "none" (arXiv 2503.20783)
              "leave_one_out"  b = mean of the group's others   RLOO with scale "none" (arXiv 2402.14740)
@@ -21,8 +21,8 @@ Groups are the caller's numbers, never equal prompts, so that two copies of a pr
 
 Leave-one-out is the group's rule times n / (n - 1), since R_i - mean of the others = n / (n - 1) (R_i - mean). With
 scale "none" every baseline gives an unbiased policy gradient: "leave_one_out" and "none" exactly, "group" and "batch"
-times (n - 1) / n of the group or batch. A scale other than "none" is a statistic of the same rewards and biases it
-(docs/results/estimators.md). Papers average over tokens for "batch"; here a trajectory counts once.
+times (n - 1) / n of the group or batch. A scale other than "none" is a statistic of the same rewards and biases the
+gradient (docs/results/estimators.md). Papers average over tokens for "batch"; here each trajectory counts once.
 """
 
 import math
@@ -32,13 +32,13 @@ from typing import Literal
 from thresher.common.errors import UserError, as_number, shown
 
 # Rewards are sums of a few parts, so equal ones may differ in their last bits (.1 + .2 and .3). Spreads up to
-# this (times the largest reward, where that exceeds 1) are rounding; without a floor they would be blown up
-# to advantages of +-1.
+# this (times the largest reward, if that exceeds 1) are rounding; without a floor they would become advantages
+# of +-1.
 ROUNDING = 1e-12
 
 Baseline = Literal["group", "leave_one_out", "batch", "none"]
 Scale = Literal["group", "batch", "none"]
-# A group or a batch without spread would be divided by its floor, were its rewards not centred on its own mean.
+# A group or batch without spread is divided by its floor, so its rewards must be centred on its own mean.
 SCALES: dict[Baseline, tuple[Scale, ...]] = {
     "group": ("group", "batch", "none"),
     "leave_one_out": ("group", "batch", "none"),
@@ -52,9 +52,9 @@ def group_advantages(
 ) -> list[float]:
     """Return the advantages of one group, in the order of its rewards.
 
-    Training passes the recipe's grpo.std_floor, sample_std and std_eps. `std_floor` 0 switches the floor off.
-    `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of
-    a group does not change a bit. UserError for an empty group, a reward that is not finite, a negative floor or eps.
+    Training passes the recipe's grpo.std_floor, sample_std and std_eps. `std_floor` 0 disables the floor.
+    `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the result
+    does not depend on the order. UserError for an empty group, a reward that is not finite, a negative floor or eps.
     """
     _check_scale(std_floor, eps)
     found = finite_rewards(rewards)
@@ -75,10 +75,11 @@ def advantages_by_group(
     sample_std: bool = False,
     eps: float = 0.0,
 ) -> list[float]:
-    """Return each reward's advantage, by default within its group as `group_advantages`; members may lie anywhere.
+    """Return the advantage of each reward, by default within its group as in `group_advantages`.
 
-    baseline, scale: as the top of this file has them. A group of one has advantage 0 with baseline "leave_one_out" as
-    with "group". UserError as `group_advantages`, and for a scale that does not fit the baseline.
+    Members of a group need not be adjacent. baseline, scale: see the top of this file. A group of one has advantage 0
+    with the baselines "leave_one_out" and "group". UserError as `group_advantages`, and for a scale that does not fit
+    the baseline.
     """
     if scale not in SCALES.get(baseline, ()):
         fitting = "; ".join(f"{name} with scale {' or '.join(scales)}" for name, scales in SCALES.items())
@@ -103,14 +104,14 @@ def advantages_by_group(
     if baseline == "batch" and result:
         result = center(result)
     if scale == "batch" and any(result):
-        # Their mean is 0 by every baseline that has this scale.
+        # The mean of `result` is 0 with every baseline that allows this scale.
         divisor = _deviation(result, sample_std, std_floor) + eps
         result = [value / divisor for value in result]
     return result
 
 
 def finite_rewards(rewards: Sequence[float]) -> list[float]:
-    """Return the rewards of one group as floats. UserError for none, or for one that is not finite."""
+    """Return the rewards of one group as floats. UserError for an empty group or a reward that is not finite."""
     if not isinstance(rewards, Iterable):
         raise UserError(f"rewards is {shown(rewards)}: give a list of finite numbers")
     given = list(rewards)
@@ -124,13 +125,13 @@ def finite_rewards(rewards: Sequence[float]) -> list[float]:
 
 
 def center(rewards: Sequence[float]) -> list[float]:
-    """Return the rewards less their mean; exactly 0 where they differ by rounding alone."""
+    """Return the rewards minus their mean; exactly 0 if they differ only by rounding."""
     mean = math.fsum(rewards) / len(rewards)
     return [less(reward, mean) for reward in rewards]
 
 
 def less(value: float, mean: float) -> float:
-    """Return the difference; exactly 0 where it is rounding: the rounded mean of seven times .1 is not .1."""
+    """Return the difference; exactly 0 if it is only rounding: the rounded mean of seven times .1 is not .1."""
     difference = value - mean
     return 0.0 if abs(difference) <= ROUNDING * max(1.0, abs(value), abs(mean)) else difference
 

@@ -1,12 +1,12 @@
-"""Advantages that are finer than one number a trajectory: of a turn, of a turn at a known state, of a node of a tree.
+"""Advantages finer than one number per trajectory: of a turn, of a turn in a known state, of a node of a tree.
 
-Trajectory i of a group has turns 1..K_i with rewards r_ik; an outcome's reward is on the last turn. Its return-to-go is
+Trajectory i of a group has turns 1..K_i with rewards r_ik; an outcome reward is on the last turn. The return-to-go is
 
     G_ik = sum_{l=k}^{K_i} gamma^(l-k) r_il        and 0 for k > K_i
 
 The policy gradient is E[sum_k grad log pi(turn k) G_ik]. A baseline b_ik may be subtracted from G_ik without bias if,
-given what precedes turn k, it does not depend on turn k: grad log pi has mean 0 there. What the other trajectories did
-never depends on turn k. Trajectory i's own later turns do, and so does K_i, which the policy chooses by stopping.
+given the text before turn k, it does not depend on turn k: grad log pi has mean 0 there. The other trajectories do not
+depend on turn k. Trajectory i's own later turns do, and so does K_i, which the policy chooses by stopping.
 
     baseline          b_ik                                                      the gradient in expectation
     "leave_one_out"   mean over j != i of G_jk, a stopped one counting 0        exact
@@ -18,12 +18,12 @@ never depends on turn k. Trajectory i's own later turns do, and so does K_i, whi
                       of r_jl, i too
 
 "turn_index" shrinks turn k by 1 - 1/n, where n trajectories reach it, so late turns count less than early ones.
-"turn_rewards" is reward normalised by turn index and then summed: the number of its terms is K_i, a result of the turn
-that it is subtracted from, so it charges the mean reward of later turns for going on (verl issue #7244; MT-GRPO, arXiv
-2505.11821). A division by a standard deviation of the same returns biases each of them and is left out. With gamma < 1
-none is the gradient of a discounted return, whose turn k would also be weighted by gamma^(k-1).
+"turn_rewards" normalises rewards by turn index and then sums them. The number of its terms is K_i, a result of the turn
+from which it is subtracted, so it penalises continuing by the mean reward of later turns (verl issue #7244; MT-GRPO,
+arXiv 2505.11821). A division by a standard deviation of the same returns biases each baseline and is left out. With
+gamma < 1 none is the gradient of a discounted return, whose turn k would also be weighted by gamma^(k-1).
 
-The functions are pure, floats in and out. docs/results/estimators.md has each rule's expectation, enumerated.
+The functions are pure, floats in and out. docs/results/estimators.md enumerates the expectation of each rule.
 """
 
 import math
@@ -40,8 +40,8 @@ PAIR_BASELINES: tuple[str, ...] = get_args(PairBaseline)
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
-    """Return G of every turn of one trajectory. UserError for no turn, a reward that is not finite, gamma outside 0 to
-    1."""
+    """Return G of every turn of one trajectory. UserError for no turns, a reward that is not finite, gamma outside 0
+    to 1."""
     factor = as_number(gamma)
     if factor is None or not 0 <= factor <= 1:
         raise UserError(f"gamma is {shown(gamma)}: expected a number from 0 to 1")
@@ -56,8 +56,8 @@ def turn_advantages(
 ) -> list[list[float]]:
     """Return G_ik - b_ik of every turn of a group's trajectories.
 
-    rewards: of each trajectory, one a turn. baseline: of TURN_BASELINES, as the top of this file has them. A group of
-    one has nothing to be compared with: its advantages are 0, but for baseline "none".
+    rewards: one per turn, for each trajectory. baseline: of TURN_BASELINES, see the top of this file. The advantages of
+    a group of one are 0, except for baseline "none".
     """
     if baseline not in TURN_BASELINES:
         raise UserError(f"baseline is {shown(baseline)}: expected one of {', '.join(TURN_BASELINES)}")
@@ -93,17 +93,17 @@ def anchor_advantages(
     sample_std: bool = False,
     eps: float = 0.0,
 ) -> list[list[float]]:
-    """Return A_i + omega A_ik of every turn: its trajectory beside the group, and the turn beside all from its state.
+    """Return A_i + omega A_ik of every turn: trajectory compared with the group, turn with all turns of its state.
 
-    GiGPO (Feng et al. 2025, arXiv 2505.10978). Turns of the group that saw the same context, given as equal keys, are a
-    step group. baseline "group" is the paper's: A_i = R_i - mean R, with R_i the sum of rewards, and A_ik = G_ik - mean
-    of G over its step group, so 0 where it is alone. Both are divided by max(std, std_floor) + eps, of R and of the
-    step group's G, if there is a std_floor; std as `group_advantages` has it. It is biased even without: a turn is
-    shrunk by 1 - 1/n of its state's n visits.
+    GiGPO (Feng et al. 2025, arXiv 2505.10978). Turns of the group that saw the same context, given as equal keys, form
+    a step group. baseline "group" is the paper's: A_i = R_i - mean R, with R_i the sum of rewards, and A_ik = G_ik -
+    mean of G over its step group, which is 0 for a turn alone in its state. With a std_floor both are divided by
+    max(std, std_floor) + eps, of R and of the step group's G; std as in `group_advantages`. It is biased even without
+    one: a turn is shrunk by 1 - 1/n, where n is the number of visits to its state.
 
-    baseline "leave_one_out": the means are over the other trajectories of the group, and of their visits to the state;
-    of a state that none of them visited, over their returns-to-go at this turn, a stopped one counting 0. This is
-    1 + omega times the policy gradient in expectation, with gamma 1 exactly. It takes no std_floor.
+    baseline "leave_one_out": the means are over the other trajectories of the group, and over their visits to the
+    state. For a state that none of them visited, the mean is over their returns-to-go at this turn, a stopped one
+    counting 0. In expectation this is 1 + omega times the policy gradient, exactly for gamma 1. It takes no std_floor.
     """
     _check_pair(baseline, std_floor, "omega", omega)
     returns = _returns(rewards, gamma)
@@ -146,7 +146,7 @@ def anchor_advantages(
 
 
 class TreeCredit(NamedTuple):
-    """Of every node: its advantage, and its weight, by which the gradient of its log-prob enters the sum."""
+    """Advantage of each node, and its weight, the factor of the gradient of its log-prob in the sum."""
 
     advantages: list[float]
     weights: list[float]
@@ -162,23 +162,23 @@ def tree_advantages(
     sample_std: bool = False,
     eps: float = 0.0,
 ) -> TreeCredit:
-    """Return advantage and weight of every node of a prompt's trees: a turn below the turn that it followed, or a
-    tree's prompt (parent -1), which may have several first turns below it and whose own advantage is not used.
+    """Return advantage and weight of every node of a prompt's trees. A node is a turn, whose parent is the turn before
+    it, or the prompt of a tree (parent -1), which may have several first turns and whose own advantage is not used.
 
-    parents: of each node the number of an earlier one, or -1 behind the prompt, where a tree begins. rewards: of a leaf
-    its trajectory's whole return; None elsewhere. A = (within its tree) + across * (across the trees):
+    parents: for each node the number of an earlier node, or -1 for the first node of a tree. rewards: for a leaf the
+    whole return of its trajectory; None elsewhere. A = (within its tree) + across * (across the trees):
 
     baseline "group" is Tree-GRPO's (Ji et al. 2025, arXiv 2509.21240): a leaf's trajectory is compared with all leaves
     of its tree and with all leaves of the prompt, each divided by max(std, std_floor) + eps if there is a std_floor
     (sample_std: of n - 1). A node has the mean of its leaves' advantages and the weight (its leaves) / (all leaves), as
-    if each leaf were a trajectory of its own. It is biased even without a std: how many leaves a subtree gets depends
-    on who stops.
+    if each leaf were a separate trajectory. It is biased even without a std, because the number of leaves of a subtree
+    depends on which samples stop.
 
-    baseline "leave_one_out": v of a leaf is its reward, of any other node the mean of its children's v. Within: v less
-    the mean v of the node's siblings, those of a tree's first node being the other trees; of a node without siblings,
-    less the mean over the other trees. Across: v less the mean v of the other trees. The weight is the product of
-    1 / (siblings, itself too) from the prompt down. In expectation this is 1 + across times the policy gradient. A
-    single tree has no others: its nodes without siblings have 0, and its `across` is 0. It takes no std_floor.
+    baseline "leave_one_out": v of a leaf is its reward, v of any other node the mean of its children's v. Within: v
+    minus the mean v of the node's siblings; the siblings of a tree's first node are the other trees, and a node without
+    siblings uses the mean over the other trees. Across: v minus the mean v of the other trees. The weight is the
+    product of 1 / (siblings, including itself) from the prompt down. In expectation this is 1 + across times the policy
+    gradient. In a single tree, nodes without siblings have 0 and the term across is 0. It takes no std_floor.
     """
     _check_pair(baseline, std_floor, "across", across)
     children = _children(parents, rewards)
@@ -221,7 +221,7 @@ def _leaf_credit(
     across: float,
     scale: Mapping[str, Any] | None,
 ) -> TreeCredit:
-    leaves: list[list[int]] = [[] for _ in children]  # below each node, a leaf itself too
+    leaves: list[list[int]] = [[] for _ in children]  # leaves below each node; for a leaf, itself
     for n in range(len(children) - 1, -1, -1):
         leaves[n] = [leaf for c in children[n] for leaf in leaves[c]] if children[n] else [n]
 
@@ -239,7 +239,7 @@ def _leaf_credit(
 
 
 def _children(parents: Sequence[int], rewards: Sequence[float | None]) -> list[list[int]]:
-    """Return every node's children. UserError where the lists are no trees with a reward at every leaf alone."""
+    """Return the children of every node. UserError unless the lists are trees with rewards at exactly the leaves."""
     if not parents or len(parents) != len(rewards):
         raise UserError(f"{len(parents)} parents and {len(rewards)} rewards: give one of each for every node")
     children: list[list[int]] = [[] for _ in parents]
@@ -263,12 +263,12 @@ def _returns(rewards: Sequence[Sequence[float]], gamma: float) -> list[list[floa
 
 
 def _by_turn(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return, of each turn, the values of those that reach it."""
+    """Return for each turn the values of the trajectories that reach it."""
     return [[own[k] for own in values if len(own) > k] for k in range(max(map(len, values)))]
 
 
 def _others_mean(returns: list[list[float]], i: int, k: int, reached: bool = False) -> float:
-    """Return the mean of the others' returns-to-go at turn k, over all of them or over those that reach it."""
+    """Return the mean of the others' returns-to-go at turn k, over all others or those that reach turn k."""
     there = [own[k] for j, own in enumerate(returns) if j != i and len(own) > k]
     number = len(there) if reached else len(returns) - 1
     return math.fsum(there) / number if number else 0.0

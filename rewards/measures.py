@@ -1,7 +1,7 @@
-"""Measures of an answer, of evidence, of named references and of a ranking, whatever the reward was.
+"""Measures of an answer, of evidence, of named references and of a ranking, independent of the reward.
 
-`answer_measures` are the shared metrics: every reward puts their three keys among its parts. A measure without a value
-for a question is None: the caller leaves it out of means and counts it.
+`answer_measures` are the shared metrics: every reward includes their three keys in its parts. A measure without a value
+for a question is None; the caller leaves it out of means and counts it.
 """
 
 import math
@@ -13,7 +13,7 @@ from thresher.rewards.text import Golds, Variant, contains_answer, exact_match, 
 
 
 def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int | bool]:
-    """Return em, f1 and answered (an `<answer>` was closed) of a final answer; None: there is none."""
+    """Return em, f1 and answered (an `<answer>` was closed) of a final answer. answer: None if there is none."""
     return {
         "em": answer is not None and exact_match(answer, golds),
         "f1": 0.0 if answer is None else f1_score(answer, golds),
@@ -22,9 +22,9 @@ def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int |
 
 
 def char_f1(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "squad") -> float:
-    """`f1_score` of characters, spaces between words included, in [0, 1].
+    """Return `f1_score` over characters, including spaces between words, in [0, 1].
 
-    No reward uses it. EviOmni's printed F1 looks like it (.46 on wrong answers); it is for comparing with such tables.
+    No reward uses it. EviOmni's printed F1 resembles it (.46 on wrong answers); it serves to compare with such tables.
     """
     return overlap_f1(s, golds, tuple, yes_no=yes_no, variant=variant)
 
@@ -35,26 +35,26 @@ def sub_em(s: str, golds: Golds) -> bool:
 
 
 def answer_recalled(text: str, golds: Golds) -> bool:
-    """Return whether a text holds a gold as a run of whole tokens (EviOmni's answer recall; the mean is AR)."""
+    """Return whether a text contains a gold as a run of whole tokens (EviOmni's answer recall; the mean is AR)."""
     return contains_answer(text, golds)
 
 
 def compression_ratio(length_of_passages: int, length_of_evidence: int) -> float | None:
-    """EviOmni's CR: length of the passages over that of the evidence, in one unit; None for empty evidence."""
+    """Return EviOmni's CR: length of passages / length of evidence, in equal units; None for empty evidence."""
     return length_of_passages / length_of_evidence if length_of_evidence > 0 else None
 
 
 def recall_at(relevant: Sequence[bool], k: int) -> float:
-    """Return 1 where one of the first `k` passages is relevant, else 0, as open-domain QA counts recall."""
+    """Return 1 if one of the first `k` passages is relevant, else 0: recall as in open-domain QA."""
     return float(any(islice(relevant, _checked(k))))
 
 
 def ndcg_at(relevant: Sequence[bool], k: int) -> float:
-    """Return the normalised discounted cumulative gain of a ranking, in [0, 1]; 0 where no passage is relevant.
+    """Return the normalised discounted cumulative gain of a ranking, in [0, 1]; 0 if no passage is relevant.
 
         DCG@k = sum over ranks i = 1..k of relevant_i / log2(i + 1),    NDCG@k = DCG@k / DCG@k of the best order
 
-    relevant: of all passages in the order of their ranks. The best order takes those behind `k` too.
+    relevant: for all passages in the order of their ranks. The best order includes passages after rank `k`.
     """
 
     def gain(ranking: Sequence[bool]) -> float:
@@ -66,9 +66,9 @@ def ndcg_at(relevant: Sequence[bool], k: int) -> float:
 
 
 def relevance_scores(named: Collection[int] | None, gold: Collection[int]) -> tuple[float, float] | None:
-    """Return precision and recall of the references named; None where no reference is gold.
+    """Return precision and recall of the named references; None if no reference is gold.
 
-    With nothing named, or nothing that could be read (None), precision is 0.
+    If none is named, or the names could not be parsed (None), precision is 0.
     """
     named, gold = frozenset(named or ()), frozenset(gold)
     if not gold:

@@ -1,8 +1,8 @@
-"""Input and result of a reward, a pure function: the answer to one question with all that a reward may look at.
+"""Input and result of a reward, which is a pure function of an answer to one question and its context.
 
-A segment holds raw bytes, since a tag may begin inside a token and a turn may end inside a character. What takes a
-model to know (an entailment probability, a judge's verdict) is passed in as a number, so that a reward can be computed
-again from what a run folder stores.
+A segment holds raw bytes, because a tag may begin inside a token and a turn may end inside a character. Results of
+other models (an entailment probability, a judge's verdict) are passed in as numbers, so a reward can be recomputed from
+a run folder.
 """
 
 import re
@@ -13,14 +13,14 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
-# As the templates of Qwen, Llama, SmolLM2 and DeepSeek, whose bars are U+FF5C, end a reply.
+# End of a reply in the templates of Qwen, Llama, SmolLM2 and DeepSeek (whose bars are U+FF5C).
 _END = re.compile(r"(<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</s>)+\s*$")
 _WORD = re.compile(r"[^\W_]+")
 
 
 class Source(StrEnum):
     """Author of a segment. Only POLICY tokens can be in the loss; `trained_contexts` of engine/protocol/trajectory.py
-    lists which are: not turns taken over from another sample, and branches only where they are trained."""
+    lists them: no turns taken over from another sample, and branches only if they are trained."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -30,17 +30,17 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """A stretch of a transcript written by one source, as UTF-8 bytes (possibly cut inside a character)."""
+    """A part of a transcript by one source, as UTF-8 bytes (possibly cut inside a character)."""
 
     source: Source
     text: bytes
 
 
 def count_words(text: str) -> int:
-    """Count runs of letters and digits: the length of a text where there is no tokenizer.
+    """Count runs of letters and digits: the length of a text without a tokenizer.
 
-    Any other character separates words, invisible ones too; marks that combine with a letter (accents, vowel signs)
-    belong to it.
+    Any other character separates words, including invisible ones; marks that combine with a letter (accents, vowel
+    signs) belong to the letter.
     """
     if not text.isascii():
         text = "".join(c for c in unicodedata.normalize("NFC", text) if not unicodedata.category(c).startswith("M"))
@@ -55,16 +55,16 @@ def hash_uniform(id_: str, pieces: Sequence[TextSegment]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
-    """A transcript and what it is judged by.
+    """A transcript and the data by which it is rewarded.
 
-    pieces: the transcript. golds: acceptable answers. passages: (title, text) of those shown with the question, in
-    order. gold_indices: which of them hold a supporting fact, from 1; None: unknown. branches: what the policy wrote in
-    branches and calls, by name; the context is PROMPT, what was written there POLICY. entailment: a judge's probability
-    in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in tokens or
+    pieces: the transcript. golds: acceptable answers. passages: (title, text) of passages shown with the question, in
+    order. gold_indices: numbers, from 1, of those with a supporting fact; None: unknown. branches: transcripts of
+    branches and calls, by name; their contexts are PROMPT, the generated text POLICY. entailment: a judge's probability
+    in [0, 1] for the system's claims. verdict: a judge's yes or no on the answer. length: of a text, in tokens or
     words. chance: a number in [0, 1), for rewards with a random part. metadata: the question's other keys. scores:
-    texts whose log-probs the episode asked for, in order: `text`; `context`, the template text between the present
-    context and it (None: a context of its own); `turns`, the number of POLICY segments before; `logprobs`, one a token
-    of the text, in nats, under softmax(z / temperature) of the rollout (1 where greedy).
+    texts whose log-probs the episode requested, in order: `text`; `context`, the template text between the current
+    context and the text (None: a separate context); `turns`, the number of POLICY segments before; `logprobs`, one per
+    token of the text, in nats, under softmax(z / temperature) of the rollout (temperature 1 if greedy).
     """
 
     pieces: Sequence[TextSegment]
@@ -82,20 +82,20 @@ class RewardInput:
 
     @property
     def text(self) -> str:
-        """All that the policy wrote, without the control token that ends a reply."""
+        """Return the policy's whole text, without the control token that ends a reply."""
         written = b"".join(piece.text for piece in self.pieces if piece.source is Source.POLICY)
         return _END.sub("", written.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged.
+    """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer that was judged.
 
-    Parts named em, f1 and answered are measures of the answer, if the reward has any. turns: a reward of each POLICY
-    segment, in order, of all contexts; `reward` is added to the last. tokens: spans (start, end, value) of all that the
-    policy wrote, in bytes, whose tokens get `value` beside their advantage. `grpo.advantage` says which of them train.
-    branches: by name, the rewards of trained branches that are not trained by `reward`; each is compared with those of
-    its name in the group.
+    Parts named em, f1 and answered are measures of the answer, if there are any. turns: one reward per POLICY segment,
+    in order, over all contexts; `reward` is added to the last. tokens: spans (start, end, value) of the policy's whole
+    text, in bytes, whose tokens get `value` in addition to their advantage. `grpo.advantage` selects which of these are
+    used. branches: by name, rewards of trained branches that have their own; each is compared with the branches of the
+    same name in the group.
     """
 
     reward: float
@@ -112,7 +112,7 @@ def reward_all(
     attempts: Sequence[RewardInput],
     groups: Sequence[Hashable],
 ) -> list[RewardResult]:
-    """Return the reward of each attempt, by `reward`, or by `reward_group` of all with the same group. groups[i]: the
+    """Return the reward of each attempt, by `reward`, or by `reward_group` over all attempts of a group. groups[i]: the
     group of attempts[i]."""
     if reward_group is None:
         return list(map(reward, attempts))

@@ -1,20 +1,20 @@
-"""Statistics over questions and over seeds: intervals for means, and two runs or two methods compared.
+"""Statistics over questions and over seeds: intervals of means, and comparisons of two runs or two methods.
 
     interval     of a share of questions, Wilson's; of another mean the percentile bootstrap: questions drawn with
                  replacement, the mean of each draw, its 2.5% and 97.5%
     difference   second - first, question by question, with the interval of its mean and the p-value of a sign flip
-                 test: if the runs were alike, every difference would as likely have the other sign, so the p-value is
-                 the share of sign patterns whose sum is at least as far from 0 as the one found
+                 test: under the null hypothesis every difference could as well have the other sign, so the p-value is
+                 the share of sign patterns whose sum is at least as far from 0 as the observed one
 
-Where all differences that are not 0 have one size (exact match), that test is the exact sign test, also known as
-McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
+If all differences that are not 0 have the same size (exact match), this test is the exact sign test, also known as
+McNemar's. If they are few, all patterns are enumerated; otherwise patterns are drawn, and the observed one is included.
 
-A value of None is a question without a value (a compression ratio without evidence): it is drawn with the rest and left
-out of its draw's mean. Nothing but `holm` corrects for comparing many measures.
+None marks a question without a value (a compression ratio without evidence): it is drawn with the others and left out
+of the mean of its draw. Only `holm` corrects for multiple comparisons.
 
-A comparison over questions is of two models as they are. It says nothing of another seed of a training, which may come
-out elsewhere for all questions at once. Where there are several seeds, the seed is the unit: `compare_seeds` takes one
-mean a seed, `least_p` says how small its p-value can be.
+A comparison over questions is between two given models. It says nothing about another training seed, which may shift
+the results of all questions at once. With several seeds the seed is the unit: `compare_seeds` takes one mean per seed,
+and `least_p` is the smallest possible p-value.
 """
 
 import math
@@ -30,13 +30,13 @@ Values = Sequence[float | None]
 
 RESAMPLES = 10_000
 LEVEL = 0.95
-ENUMERATED = 14  # so many differences have 16,384 sign patterns, each of which is looked at
-_CELLS = 4_000_000  # of a matrix that is held at once
+ENUMERATED = 14  # limit on differences whose sign patterns (16,384) are all enumerated
+_CELLS = 4_000_000  # limit on the size of a matrix in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over `count` questions and its interval; None where all have one value."""
+    """A mean over `count` questions and its interval; None if all values are equal."""
 
     mean: float
     low: float | None
@@ -46,8 +46,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Means of two runs over the `count` questions with a value in both, or of two methods over `count` seeds; second -
-    first with its interval (None where it is the same in all questions, or of one seed), and the p-value of `test`."""
+    """Means of two runs over the `count` questions with a value in both, or of two methods over `count` seeds. second -
+    first has an interval (None if all differences are equal, or for one seed) and the p-value of `test`."""
 
     first: float
     second: float
@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Shares of `count` questions that both texts recall, only one of them, or neither."""
+    """Shares of `count` questions recalled by both texts, by only one of them, or by neither."""
 
     both: float
     only_first: float
@@ -73,7 +73,7 @@ class Overlap:
 # Student's t at 97.5% and at 80%, with 1, 2, .. degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 T_800 = (1.376, 1.061, 0.978, 0.941, 0.920, 0.906, 0.896, 0.889, 0.883)
-MOST_SEEDS = len(T_975) + 1  # of more seeds intervals are a little too wide
+MOST_SEEDS = len(T_975) + 1  # with more seeds intervals are slightly too wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ class SeedMean:
 
 
 def seed_interval(values: Sequence[float]) -> SeedMean:
-    """Return the mean of runs of different seeds with Student's interval: mean +- t s / sqrt(n)."""
+    """Return the mean over runs with different seeds and Student's interval: mean +- t s / sqrt(n)."""
     half = T_975[min(len(values), MOST_SEEDS) - 2] * _standard_error(values) if len(values) > 1 else None
     return SeedMean(fmean(values), half, len(values))
 
 
 def compare_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Compare two methods by the means of their runs, one a seed, in pairs: second - first with Student's 95% interval,
-    and the p-value of a sign flip test over the seeds. first, second: of equal length, not empty."""
+    """Compare two methods by the means of their runs, paired by seed. The result has Student's 95% interval of second -
+    first and the p-value of a sign flip test. first, second: one mean per seed, of equal length, not empty."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     found = seed_interval(differences)
     p, test = sign_flip_test(differences)
@@ -113,21 +113,21 @@ def compare_seeds(first: Sequence[float], second: Sequence[float]) -> Difference
 
 
 def least_p(seeds: int) -> float:
-    """Return the smallest two-sided p-value that a sign flip test over so many seeds can have, all differences having
-    one sign: 2 of 2^seeds patterns. It is 0.25 for three seeds, and below 0.05 from six on."""
+    """Return the smallest two-sided p-value of a sign flip test over `seeds` seeds. It is reached if all differences
+    have the same sign: 2 of 2^seeds patterns. It is 0.25 for three seeds, and below 0.05 from six on."""
     return 2.0 ** (1 - seeds)
 
 
 def minimum_detectable_effect(gaps: Sequence[float]) -> float:
-    """Return the minimum detectable effect of a paired t-test over so many seeds, whose gaps spread so much, at 5% with
-    a power of .8: (t_.975 + t_.8) s / sqrt(n). gaps: two or more."""
+    """Return the minimum detectable effect of a paired t-test with the number and spread of `gaps`. It is at 5% with a
+    power of .8: (t_.975 + t_.8) s / sqrt(n). gaps: one per seed, two or more."""
     return (T_975[min(len(gaps), MOST_SEEDS) - 2] + T_800[min(len(gaps), MOST_SEEDS) - 2]) * _standard_error(gaps)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values of several tests by Holm's correction, each at its own place: of the i-th smallest of m,
-    (m - i + 1) times it, at least that of the one before, at most 1. One of them at or below a level is wrongly so with
-    at most that chance."""
+    """Return the p-values of several tests after Holm's correction, in the given order. The i-th smallest of m becomes
+    (m - i + 1) times itself, at least the one before, at most 1. The chance that any of them is wrongly at or below a
+    level is at most that level."""
     found, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -136,11 +136,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def two_way_interval(values_SQ: Sequence[Sequence[float]], *, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Return the 95% two-way bootstrap interval of a mean over seeds and questions, all seeds having the same
-    questions: seeds are drawn with replacement, and questions are, and the mean is taken of what both have drawn.
+    """Return the 95% two-way bootstrap interval of a mean over seeds and questions. All seeds have the same questions;
+    seeds and questions are both drawn with replacement, and each draw's mean is over the drawn pairs.
 
-    It is too narrow for few seeds: where seeds alone spread, its width is .39, .61, .76 and .81 of Student's with 3, 5,
-    8 and 10 seeds. Questions count as independent."""
+    It is too narrow for few seeds: if only seeds vary, its width is .39, .61, .76 and .81 of Student's with 3, 5, 8 and
+    10 seeds. Questions are treated as independent."""
     values = np.array(values_SQ, np.float64)
     seeds, questions = values.shape
     generator = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def wilson(share: float, count: int, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's interval of a share of `count` questions; of 0 of 8 it is 0 to 32%."""
+    """Return Wilson's interval of a share of `count` questions; for 0 of 8 it is 0 to 32%."""
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -174,8 +174,8 @@ def intervals(
 ) -> dict[str, Interval]:
     """Return the interval of each column's mean; a column without any value has none.
 
-    columns: name -> values [Q], one a question and in the same order. shares: columns of values between 0 and 1, whose
-    interval is Wilson's where all are 0 or 1. The draws are those of `seed`, the same for all columns.
+    columns: name -> values [Q], one per question and in the same order. shares: columns of values between 0 and 1,
+    whose interval is Wilson's if all are 0 or 1. The draws depend on `seed` and are the same for all columns.
     """
     names = [name for name, values in columns.items() if any(value is not None for value in values)]
     if not names:
@@ -200,7 +200,7 @@ def intervals(
 
 
 def compare_paired(first: Values, second: Values) -> Difference | None:
-    """Compare two runs on the same questions, in the same order; None where no question has a value in both."""
+    """Compare two runs on the same questions, in the same order; None if no question has a value in both."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         return None
@@ -220,13 +220,13 @@ def compare_paired(first: Values, second: Values) -> Difference | None:
 
 
 def sign_flip_test(differences: Sequence[float], *, draws: int = RESAMPLES, seed: int = 0) -> tuple[float, str]:
-    """Two-sided p-value of a mean difference of 0, and the name of the test (see the head of this file)."""
+    """Return the two-sided p-value of a mean difference of 0, and the name of the test (see the top of this file)."""
     sizes_N = np.array([abs(d) for d in differences if d], np.float64)
     if not len(sizes_N):
         return 1.0, "exact sign test"
     if sizes_N.min() == sizes_N.max():
         return _sign_test(sum(d > 0 for d in differences), len(sizes_N)), "exact sign test"
-    # Sums of the same numbers in another order differ in their last bits, and equal ones must count as equal.
+    # Sums of the same numbers in another order differ in their last bits, but must count as equal.
     found = abs(math.fsum(differences)) - 1e-12 * float(sizes_N.sum())
     if len(sizes_N) <= ENUMERATED:
         bits_SN = np.arange(2 ** len(sizes_N))[:, None] >> np.arange(len(sizes_N)) & 1
@@ -242,7 +242,7 @@ def sign_flip_test(differences: Sequence[float], *, draws: int = RESAMPLES, seed
 
 
 def overlap(first: Sequence[bool], second: Sequence[bool]) -> Overlap | None:
-    """Return how far two texts recall the gold answers of the same questions, as shares; None without questions."""
+    """Return the shares of questions whose gold answers two texts recall; None without questions."""
     pairs = list(zip(first, second, strict=True))
     if not pairs:
         return None
@@ -252,7 +252,7 @@ def overlap(first: Sequence[bool], second: Sequence[bool]) -> Overlap | None:
 
 
 def _bootstrap_means(values_QM: Floats, known_QM: Floats, resamples: int, seed: int) -> Floats:
-    """[R, M]: each column's mean over the known values of a draw of Q questions; nan where it holds none."""
+    """Return [R, M]: the mean of each column over the known values of a draw of Q questions; nan if none are known."""
     generator = np.random.default_rng(seed)
     questions = len(values_QM)
     means = []
@@ -267,7 +267,7 @@ def _bootstrap_means(values_QM: Floats, known_QM: Floats, resamples: int, seed: 
 
 
 def _sign_test(positive: int, count: int) -> float:
-    """Two-sided: twice the chance of as few of the rarer sign among `count` fair coins, at most 1."""
+    """Return the two-sided p-value: twice the chance of as few of the rarer sign in `count` fair coins, at most 1."""
     patterns, term = 0, 1  # term: count choose i
     for i in range(min(positive, count - positive) + 1):
         patterns += term

@@ -1,8 +1,8 @@
-"""Tags in transcripts: reading them from what the policy wrote, checking their order, keeping them out of other text.
+"""Tags in transcripts: reading them from the policy's text, checking their order, escaping them in other text.
 
-Only POLICY segments are read. Adjacent ones are one stretch; a segment of another source ends it, so a span never
-reaches across a passage. Tags match exactly, as in the engine's stop matcher: `</ANSWER>` and `< /answer >` are text.
-Bytes are parsed, since a stretch may end inside a character; text is decoded afterwards.
+Only POLICY segments are read. Adjacent ones form one stretch; a segment of another source ends it, so a span never
+crosses a passage. Tags match exactly, as in the engine's stop matcher: `</ANSWER>` and `< /answer >` are text. Bytes
+are parsed, because a stretch may end inside a character; text is decoded afterwards.
 """
 
 import re
@@ -15,18 +15,18 @@ from itertools import groupby
 from thresher.common.errors import UserError
 from thresher.rewards.reward import Source, TextSegment
 
-# Printable ASCII without < and >, in names also without /.
+# Printable ASCII except < and >, in names also except /.
 _NAME = re.compile(r"[!-.0-;=?-~]+")
 _TAG = re.compile(r"<[!-;=?-~]+>")
-# Qwen's end-of-text tokens. Transcripts from elsewhere hold their text; ours end at the tag before.
+# Qwen's end-of-text tokens. Transcripts of other programs contain their text; ours end at the tag before.
 _THE_END = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>)*+")
 
 
 @dataclass(frozen=True, slots=True)
 class TagSpan:
-    """A closed `<tag>..</tag>` that the policy wrote.
+    """A closed `<tag>..</tag>` in the policy's text.
 
-    text: between the tags, decoded (broken bytes become U+FFFD) and stripped. start, end: byte offsets into the whole
+    text: between the tags, decoded (invalid bytes become U+FFFD) and stripped. start, end: byte offsets in the whole
     transcript, all sources concatenated, from the first byte of `<tag>` to the one after `</tag>`.
     """
 
@@ -37,7 +37,7 @@ class TagSpan:
 
 @dataclass(frozen=True, slots=True)
 class TagEvent:
-    """One opening or closing tag that the policy wrote; offsets as in `TagSpan`, over the tag itself."""
+    """An opening or closing tag in the policy's text; offsets as in `TagSpan`, of the tag itself."""
 
     tag: str
     closing: bool
@@ -46,7 +46,7 @@ class TagEvent:
 
 
 def tag_strings(*tags: str) -> tuple[str, ...]:
-    """`<tag>` and `</tag>` for each name, as `escape_tags` takes them; UserError for a bad name."""
+    """Return `<tag>` and `</tag>` for each name, as arguments of `escape_tags`. UserError for an invalid name."""
     for tag in tags:
         if not isinstance(tag, str) or not _NAME.fullmatch(tag):
             raise UserError(f"tag name {tag!r} must be an ASCII word without <, > and /, such as 'answer'")
@@ -56,8 +56,8 @@ def tag_strings(*tags: str) -> tuple[str, ...]:
 def blocks(pieces: Sequence[TextSegment], tag: str) -> list[TagSpan]:
     """Return all closed spans of `tag` (a name, such as "search") in POLICY text, in order.
 
-    A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous closing tag
-    or the start of the stretch. A tag without its partner is ignored.
+    A closing tag is paired with the last opening tag before it (the innermost of nested ones), back to the previous
+    closing tag or the start of the stretch. Tags without a partner are ignored.
     """
     opening, closing = (text.encode() for text in tag_strings(tag))
     found = []
@@ -89,15 +89,15 @@ def tag_sequence(pieces: Sequence[TextSegment], tags: Sequence[str]) -> list[Tag
 def final_answer(pieces: Sequence[TextSegment], *, after: int = 0) -> str | None:
     """Return the policy's first closed `<answer>` with text in it that begins at byte `after` or later.
 
-    "" where all are empty, None where there is none. The first one ends the episode, so later ones never count. An
-    empty one does not end it: the loops answer it with feedback and another turn.
+    "" if all are empty, None if there are none. The first one ends the episode, so later ones never count. An empty one
+    does not end it: the loops respond with feedback and another turn.
     """
     answers = [span for span in blocks(pieces, "answer") if span.start >= after]
     return next((span.text for span in answers if span.text), "" if answers else None)
 
 
 def up_to_answer(pieces: Sequence[TextSegment]) -> list[TextSegment]:
-    """Cut a transcript after the span of the final answer, if it has one: what follows must not count."""
+    """Return the transcript cut after the span of the final answer, if any; later text must not count."""
     end = next((span.end for span in blocks(pieces, "answer") if span.text), None)
     if end is None:
         return list(pieces)
@@ -113,12 +113,12 @@ def up_to_answer(pieces: Sequence[TextSegment]) -> list[TextSegment]:
 def outline(
     pieces: Sequence[TextSegment], tags: Sequence[str], *, retrieved: str | None = None, prose: bool = False
 ) -> tuple[str, ...] | None:
-    """Return the names of the transcript's sections, in order; None where it does not consist of closed sections.
+    """Return the names of the transcript's sections, in order; None if it does not consist of closed sections.
 
-    A section is `<tag>..</tag>` of a name in `tags`, opened and closed in one stretch, with any text in it but the
-    grammar's own tags. retrieved: the name under which a run of RETRIEVED segments counts as a section, which the
-    policy may then not write; None: it is context, as PROMPT is. Between sections only white space may stand, or with
-    `prose` any text; FEEDBACK is such text. Behind the last section only white space and end-of-text tokens may stand.
+    A section is `<tag>..</tag>` of a name in `tags`, opened and closed in one stretch, with any text in it except the
+    grammar's tags. retrieved: name of the section that a run of RETRIEVED segments forms, which the policy must then
+    not write; None: they are context, as PROMPT is. Between sections only white space is allowed, or with `prose` any
+    text; FEEDBACK is such text. After the last section only white space and end-of-text tokens are allowed.
     """
     runs = [
         (source, b"".join(piece.text for piece in run))
@@ -160,13 +160,13 @@ def _sections(text: bytes, tags: Sequence[str], at_end: bool, prose: bool) -> li
 
 
 def escape_tags(text: str, tags: Sequence[str]) -> str:
-    """Put a space after the `<` of every tag in `text`: `</answer>` becomes `< /answer>`. Idempotent.
+    """Insert a space after the `<` of every tag in `text`: `</answer>` becomes `< /answer>`. Idempotent.
 
-    `tags` are whole tags (see `tag_strings`). A `<` that begins a tag's head at the very end of the text ("..</ans")
-    gets its space too. Hence no output holds a tag, and no concatenation of outputs with whole tags between them holds
-    any but those. The text before an output must not end in a tag's head. The result is in Unicode's NFC, the form in
-    which Qwen's tokenizer reads it, since NFC can make an ASCII letter of a tag (the Kelvin sign becomes K). UserError
-    where a tag is not of the form `<word>` in ASCII.
+    `tags` are whole tags (see `tag_strings`). A `<` that begins a prefix of a tag at the very end of the text
+    ("..</ans") is escaped too. Hence no output contains a tag, and a concatenation of outputs with whole tags between
+    them contains only those. The text before an output must not end in a prefix of a tag. The result is in Unicode's
+    NFC, the form in which Qwen's tokenizer reads it, because NFC can create an ASCII letter of a tag (the Kelvin sign
+    becomes K). UserError if a tag is not of the form `<word>` in ASCII.
     """
     wanted = tuple(tags)
     if not wanted:

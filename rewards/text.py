@@ -1,10 +1,10 @@
 """Text measures of open-domain question answering: normalisation, exact match, token F1, containment.
 
-- A text that normalises to nothing ("", "The", "...") matches nothing, in every measure.
-- `contains_answer` never finds a gold of yes or no, which occur in almost any text.
-- Punctuation is deleted, not spaced, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token. Only ASCII
-  punctuation counts; curly quotes and dashes stay, as they do in the published scores.
-- ARENA's code takes TriviaQA's normalisation: punctuation, underscores and the quotes ‘ ’ ´ become a space ("New_York"
+- A text that is empty after normalisation ("", "The", "...") matches nothing, in every measure.
+- `contains_answer` never finds the golds yes and no, because they occur in almost any text.
+- Punctuation is deleted, not replaced by a space, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token.
+  Only ASCII punctuation counts; curly quotes and dashes stay, as in the published scores.
+- ARENA's code uses TriviaQA's normalisation: punctuation, underscores and the quotes ‘ ’ ´ become a space ("New_York"
   is "new york", "U.S." is "u s"). Its F1 has no rule for yes and no.
 
 `golds` is one acceptable answer or a list of them; the best one counts, and an empty list matches nothing.
@@ -32,7 +32,7 @@ _PUNCTUATION: dict[str, Mapping[int, int | None]] = {
 
 
 def normalize_answer(s: str, variant: Variant = "squad") -> str:
-    """Lower the case; remove ASCII punctuation, articles (a, an, the) and extra white space. Idempotent.
+    """Convert to lower case; remove ASCII punctuation, articles (a, an, the) and extra white space. Idempotent.
 
     "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ into spaces ("u s").
     """
@@ -51,9 +51,9 @@ def exact_match(s: str, golds: Golds, *, variant: Variant = "squad") -> bool:
 
 
 def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "squad") -> float:
-    """Return F1 of the overlap of normalised tokens (each as often as it occurs), the best over the golds, in [0, 1].
+    """Return F1 of the overlap of normalised tokens (as multisets), the best over the golds, in [0, 1].
 
-    yes_no: as in HotpotQA's script, F1 is 0 where one side is yes, no or noanswer and the other is not the same.
+    yes_no: as in HotpotQA's script, F1 is 0 if one side is yes, no or noanswer and the other is not the same.
     """
     return overlap_f1(s, golds, str.split, yes_no=yes_no, variant=variant)
 
@@ -61,7 +61,7 @@ def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "s
 def overlap_f1(
     s: str, golds: Golds, units: Callable[[str], Sequence[str]], *, yes_no: bool = True, variant: Variant = "squad"
 ) -> float:
-    """`f1_score` over the units of a normalised text: tokens, or characters in `char_f1`."""
+    """Return `f1_score` over the units of a normalised text: tokens, or characters in `char_f1`."""
     answer = normalize_answer(s, variant)
     normal = (normalize_answer(gold, variant) for gold in as_golds(golds))
     return max((_f1(answer, gold, units, yes_no) for gold in normal), default=0.0)
@@ -70,8 +70,8 @@ def overlap_f1(
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:
     """Return whether any gold occurs in `text`, both normalised, as a run of whole tokens ("art" is not in "party").
 
-    Golds that are yes, no or noanswer never occur. substring: the released code's plain test of characters, yes and no
-    included (so "no" is found in "I do not know").
+    The golds yes, no and noanswer are never found. substring: the released code's plain test for a substring, including
+    yes and no (so "no" is found in "I do not know").
     """
     normal = normalize_answer(text, variant)
     wanted = [gold for gold in (normalize_answer(gold, variant) for gold in as_golds(golds)) if gold]
@@ -82,7 +82,7 @@ def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant
 
 
 def as_golds(golds: Golds) -> list[str]:
-    """Return `golds` as a list. UserError where one is not a string, such as a bare number read from JSON."""
+    """Return `golds` as a list. UserError if one is not a string, for example a number read from JSON."""
     if isinstance(golds, str):
         return [golds]
     if not isinstance(golds, Iterable):
@@ -99,5 +99,5 @@ def _f1(answer: str, gold: str, units: Callable[[str], Sequence[str]], yes_no: b
         return 0.0
     answer_units, gold_units = units(answer), units(gold)
     common = sum((Counter(answer_units) & Counter(gold_units)).values())
-    # 2PR/(P+R) with P = common/|answer| and R = common/|gold|; written so, equal sides give exactly 1.
+    # 2PR/(P+R) with P = common/|answer| and R = common/|gold|; in this form equal sides give exactly 1.
     return 2 * common / (len(answer_units) + len(gold_units)) if common else 0.0

@@ -1,4 +1,4 @@
-"""What the tests of both forms of attention share: inputs, the formula in plain loops, what float32 may be off by."""
+"""Shared by the tests of both forms of attention: inputs, the formula in plain loops, and float32's error budget."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ def make_qkv(heads: int, kv_heads: int, dim: int, count: int, seed: int = 0) -> 
     generator = torch.Generator().manual_seed(seed)
     shapes = [(count, heads, dim), (count, kv_heads, dim), (count, kv_heads, dim)]
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    return q * 2, k, v  # sharper than uniform, so that what a row sees matters
+    return q * 2, k, v  # sharper than uniform, so that the visible keys matter
 
 
 def brute(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The formula, row by row and head by head, in the dtype of its arguments."""
+    """Compute the formula row by row and head by head, in the dtype of its arguments."""
     out, start = [], 0
     shared = q_TND.shape[1] // k_TKD.shape[1]
     for length in lengths:
@@ -30,14 +30,14 @@ def brute(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths
 
 
 def budget(qkv: QKV, lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
-    """The norm of the error that float32 sums may make, in whatever order, with probabilities and results rounded
-    to `dtype`: a sum of n terms is off by 2^-24 sqrt(n) times the root of its squared terms (a standard
-    deviation, in the worst order), an exponential of x by 2^-24 (1 + |x|) of itself. Three such deviations."""
+    """Return the norm of float32's allowed error, for any order of sums, with probabilities and results rounded to
+    `dtype`: a sum of n terms is off by 2^-24 sqrt(n) times the root of its squared terms (a standard deviation, in the
+    worst order), an exponential of x by 2^-24 (1 + |x|) of itself. Three such deviations."""
     return 3 * float(torch.cat(variances(qkv, lengths, dtype)).sum()) ** 0.5
 
 
 def variances(qkv: QKV, lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """One such deviation, squared, of every row of each sequence."""
+    """Return the square of one such deviation for every row of each sequence."""
     unit, low = 2.0**-24, torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
     q_THD, k_TKD, v_TKD = (x.double() for x in qkv)
     shared = q_THD.shape[1] // k_TKD.shape[1]

@@ -1,5 +1,5 @@
-"""Stand-ins for libraries of attention: each function has the parameters of the real one, computes on a CPU, in any
-dtype, and refuses what the real one refuses. test_backends.py holds the parameters to the real ones where those are.
+"""Stand-ins for attention libraries: each function has the parameters of the real one, computes on a CPU, in any dtype,
+and refuses what the real one refuses. test_backends.py compares the parameters with installed libraries.
 
 flash-attn 2.8.3, FlashAttention-3 of the same release, xformers 0.0.35, torch 2.11 and 2.12 (2.13 has 2.12's).
 """
@@ -16,7 +16,7 @@ import torch
 
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """Causal attention in the dtype of its arguments; q [T, N, D], k and v [T, K, D], N a multiple of K."""
+    """Compute causal attention in the dtype of its arguments; q [T, N, D], k and v [T, K, D], N a multiple of K."""
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
@@ -37,8 +37,8 @@ ANYTHING: Any = object()
 
 
 def stand_in(parameters: str, call: Callable[[dict[str, Any]], Any], **given: Any) -> Callable[..., Any]:
-    """Return a function with a library's `parameters`, whose arguments go to `call`. An argument must have its default
-    or, where there is one, the value in `given`; ANYTHING is not checked."""
+    """Return a function with a library's `parameters` that passes its arguments to `call`. An argument must have its
+    default, or the value in `given` if it has one; ANYTHING is not checked."""
 
     def check(arguments: dict[str, Any]) -> Any:
         for name, parameter in signature(function).parameters.items():
@@ -51,7 +51,7 @@ def stand_in(parameters: str, call: Callable[[dict[str, Any]], Any], **given: An
 
 
 def attend(arguments: dict[str, Any]) -> torch.Tensor:
-    """Causal attention of the first seven arguments, as all of these libraries order them."""
+    """Compute causal attention of the first seven arguments, whose order is the same in all of these libraries."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = list(arguments.values())[:7]
     assert cu_seqlens_q is cu_seqlens_k and longest_q == longest_k and k.shape == v.shape
     if not arguments.get("enable_gqa", "cu_seqlens_q" in arguments) and q.shape[1] != k.shape[1]:
@@ -84,7 +84,7 @@ flash3_varlen_func = stand_in(
 
 
 def flash3_with_log_sum_exp(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As early builds of version 3 return it."""
+    """Return the log-sum-exp as well, like early builds of version 3."""
     out = flash3_varlen_func(*args, **kwargs)
     return out, out.new_zeros(out.shape[1], out.shape[0])
 
@@ -98,12 +98,12 @@ class BlockDiagonalCausalMask:
 
     @classmethod
     def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
-        assert isinstance(device, torch.device) and kv_seqlen is None  # None: xformers takes the GPU, if there is one
+        assert isinstance(device, torch.device) and kv_seqlen is None  # None: xformers uses the GPU if there is one
         cls.made += 1
         return cls(q_seqlen, device)
 
 
-ranks: list[int] = []  # of the queries of each call
+ranks: list[int] = []  # number of dimensions of the queries in each call
 
 
 def attend_under_bias(arguments: dict[str, Any]) -> torch.Tensor:
@@ -133,7 +133,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Put the fakes of FAKES that are named in the libraries' places; the other libraries are not there."""
+    """Install the named fakes of FAKES in place of the libraries; the other libraries are missing."""
     for absent in ("flash_attn", "flash_attn_interface", "xformers", "xformers.ops", "torch.nn.attention.varlen"):
         monkeypatch.setitem(sys.modules, absent, None)
     for name in names:

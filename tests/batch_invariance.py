@@ -1,10 +1,9 @@
-"""Whether the matmuls of this machine are batch-invariant, for tests that demand equal bits of what is built on them.
+"""Probes of this machine's matmuls for batch invariance, for tests that require equal bits of code built on them.
 
-A sample has the same bits whatever shares its batch wherever the BLAS gives a row the same bits in every batch of a
-multiple of ROW_MULTIPLE rows (docs/design.md, "Rollout"). That is a property of the BLAS, the CPU, the shape and the
-number of threads, not of this code. So such a test first puts the question to `linear` itself, for the very shapes
-that it is about to use: where the answer is no it skips, and names the switch that helps; where it is yes, nothing but
-equal bits will do.
+A sample has the same bits in any batch wherever the BLAS gives a row the same bits in every batch of a multiple of
+ROW_MULTIPLE rows (docs/design.md, "Rollout"). That is a property of the BLAS, the CPU, the shape and the number of
+threads, not of this code. Therefore such a test first probes `linear` itself, with the shapes that it is about to use:
+if the answer is no, it skips and names the switch that helps; if it is yes, only equal bits pass.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.layers import linear
 from thresher.kernels.operands import ROW_MULTIPLE
 
-# What test_bits_settings.py looks for among the reasons of skipped tests.
+# test_bits_settings.py searches for it among the reasons of skipped tests.
 NOT_INVARIANT = "the BLAS is not batch-invariant here"
 SWITCH = "on an Intel CPU it is with MKL_CBWR=AUTO,STRICT in the environment before torch is imported"
 Shape = tuple[int, int]
@@ -37,7 +36,7 @@ def using_threads(threads: int) -> Iterator[None]:
 
 
 def batches(most: int) -> list[int]:
-    """Multiples of ROW_MULTIPLE: every one up to 256 rows, then fewer and fewer."""
+    """Return multiples of ROW_MULTIPLE: all up to 256 rows, then increasingly sparse ones."""
     counts = list(range(ROW_MULTIPLE, min(most, 256) + 1, ROW_MULTIPLE))
     while counts[-1] < most:
         counts.append(min(int(counts[-1] * 1.3), most) // ROW_MULTIPLE * ROW_MULTIPLE)
@@ -67,8 +66,8 @@ def _rows(shape: Shape, threads: int, most: int, dtype: torch.dtype) -> bool:
 def rows_are_batch_invariant(
     shapes: Iterable[Shape], threads: int | None = None, most: int = 1024, dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether `linear` with weights of these shapes, (outputs, inputs), gives a row the same bits at any place of any
-    batch of a multiple of ROW_MULTIPLE rows, up to `most`."""
+    """Return whether `linear` with weights of these shapes, (outputs, inputs), gives a row the same bits at any place
+    of any batch of a multiple of ROW_MULTIPLE rows, up to `most`."""
     threads = torch.get_num_threads() if threads is None else threads
     return all(_rows(shape, threads, most, dtype) for shape in sorted(set(shapes)))
 
@@ -92,9 +91,9 @@ def _batched(inner: int, outer: int, tile: int, most: int, threads: int) -> bool
 
 
 def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> bool:
-    """The same of the batched matmuls of `paged_attention`, rows times a block's keys [D, S] and weights times its
-    values [S, D]: whether a row depends on how many others there are, in multiples of row_tile, or on how many
-    matrices. A lone one, which the kernel gives a twin, is not asked about."""
+    """Return the same for the batched matmuls of `paged_attention`, rows times a block's keys [D, S] and weights times
+    its values [S, D]: whether a row's bits depend on the number of other rows, in multiples of row_tile, or of
+    matrices. A single matrix, which the kernel duplicates, is not probed."""
     threads = torch.get_num_threads() if threads is None else threads
     with using_threads(threads):
         tiles = [(slots, row_tile(dim, slots, torch.float32, torch.device("cpu"))) for slots in (16, 32, 64)]
@@ -107,7 +106,7 @@ def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: i
 
 
 def weight_shapes(*modules: nn.Module) -> set[Shape]:
-    """(outputs, inputs) of every matrix, a head or embedding included; adapters' ranks are filled up to 8."""
+    """Return (outputs, inputs) of every matrix, a head or embedding included; adapters' ranks are padded to 8."""
     shapes = set()
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -122,7 +121,7 @@ def weight_shapes(*modules: nn.Module) -> set[Shape]:
 
 
 def skip_unless(invariant: bool, what: str, threads: int | None = None) -> None:
-    """Skips where a probe said no."""
+    """Skip the test if a probe failed."""
     if not invariant:
         threads = torch.get_num_threads() if threads is None else threads
         pytest.skip(f"{NOT_INVARIANT} ({what}, {threads} threads); {SWITCH}")
@@ -131,19 +130,19 @@ def skip_unless(invariant: bool, what: str, threads: int | None = None) -> None:
 def needs_invariant_rows(
     shapes: Iterable[Shape], threads: int | None = None, most: int = 1024, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Skips the test where matmuls with such weights are not batch-invariant."""
+    """Skip the test if matmuls with such weights are not batch-invariant."""
     shapes = set(shapes)
     skip_unless(rows_are_batch_invariant(shapes, threads, most, dtype), f"weights {sorted(shapes)}", threads)
 
 
 def needs_invariant_attention(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> None:
-    """Skips the test where paged attention's batched matmuls are not batch-invariant."""
+    """Skip the test if paged attention's batched matmuls are not batch-invariant."""
     invariant = attention_is_batch_invariant(heads, kv_heads, dim, threads)
     skip_unless(invariant, f"attention of {heads} heads, {kv_heads} with keys, dimension {dim}", threads)
 
 
 def needs_invariant_policy(policy: nn.Module, threads: int | None = None, most: int = 1280) -> None:
-    """Skips the test where a rollout of this policy cannot be batch-invariant, for its matmuls are not."""
+    """Skip the test if a rollout of this policy cannot be batch-invariant, because its matmuls are not."""
     config = policy.config
     for dtype in {torch.float32, policy.dtype}:  # heads and attention multiply in float32
         needs_invariant_rows(weight_shapes(policy), threads, most, dtype)

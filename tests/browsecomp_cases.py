@@ -1,4 +1,4 @@
-"""A question and a corpus in the layout of BrowseComp-Plus, invented, and the obfuscation of its questions."""
+"""An invented question and corpus in the layout of BrowseComp-Plus, and the obfuscation of its questions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORD: dict[str, Any] = {
 
 
 def obfuscated(value: Any, canary: str = CANARY) -> Any:
-    """The value with all its strings obfuscated, but for a "query_id"."""
+    """Return the value with all its strings obfuscated, except for a "query_id"."""
     if isinstance(value, dict):
         return {key: item if key == "query_id" else obfuscated(item, canary) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Runs the JavaScript of pages in node, over the stand-in for a browser that browser.js is."""
+"""Runs the JavaScript of pages in node, with browser.js as a stand-in for a browser."""
 
 import importlib.util
 import json
@@ -31,10 +31,10 @@ def run_page(
     scripts: Sequence[str] = (),
     answers: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Any:
-    """Run the scripts of a page, then `scenario`, the body of an async function; returns what that returns.
+    """Run the scripts of a page, then `scenario`, the body of an async function; return its result.
 
-    address: the part of the page's address from # on. scripts: scripts to run after the page's own. answers: what a
-    request for a path is answered with, one after another (browser.js, `fetch`). An exception in a script fails.
+    address: the part of the page's address from # on. scripts: scripts to run after the page's own. answers: the
+    responses to requests for a path, in order (browser.js, `fetch`). An exception in a script fails.
     """
     given = {"html": html, "scenario": scenario, "hash": address, "scripts": scripts, "answers": answers or {}}
     done = subprocess.run([node(), STAND_IN], input=json.dumps(given), capture_output=True, text=True, timeout=60)

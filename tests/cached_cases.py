@@ -1,6 +1,6 @@
-"""What the tests of attention to a cache in blocks share: sequences in poisoned blocks, what is right, by how much.
+"""Shared by the tests of attention to a KV cache in blocks: sequences in poisoned blocks, expected rows, error budgets.
 
-All that nobody wrote is NaN: blocks that no sequence owns, slots behind a sequence's last key, rows of q that do not
+All unwritten memory is NaN: blocks that no sequence owns, slots after a sequence's last key, rows of q that do not
 exist.
 """
 
@@ -24,13 +24,13 @@ POWER = (
 
 @dataclass(frozen=True)
 class Judged:
-    """Rows, and what they may be off by: squared, of each."""
+    """Expected rows, and the square of each one's allowed error."""
 
     right: Tensor  # [.., N, D] float64
     squares: Tensor  # [..]
 
     def holds(self, found: Tensor) -> None:
-        """Judges unmasked rows together and each alone; a row that has no budget is zeros."""
+        """Check unmasked rows together and each alone; a row without a budget must be zeros."""
         errors = (found.double().cpu() - self.right).square().sum((-1, -2))
         assert found.isfinite().all()
         assert (errors[self.squares == 0] == 0).all()
@@ -40,7 +40,7 @@ class Judged:
 
 
 class CachedCase:
-    """Sequences of known q, k and v in blocks dealt out at random; the last rows of each are the new ones.
+    """Sequences with known q, k and v in randomly assigned blocks; the last rows of each sequence are the new ones.
 
     heads: (N, K, D). groups: (length of the common prefix, numbers of the sequences that share it).
     """
@@ -60,7 +60,7 @@ class CachedCase:
         count = 2 + sum(needs) + sum(shared)
         free = list(range(1, count))
         Random(seed).shuffle(free)
-        # A block's keys and values lie one behind the other, so that blocks of either are further apart than need be.
+        # Keys and values of a block are adjacent, so that the stride between blocks of either is larger than necessary.
         cache = torch.full((count, 2, K, slots, D), torch.nan)
         self.k_PKSD, self.v_PKSD = cache[:, 0], cache[:, 1]
         self.qkv = [make_qkv(*heads, max(length, 1), seed=seed + number) for number, length in enumerate(lengths)]
@@ -90,14 +90,14 @@ class CachedCase:
         self.k_PKSD[block, :, slot], self.v_PKSD[block, :, slot] = k[:length], v[:length]
 
     def judge(self, number: int, rows: slice) -> Judged:
-        """A sequence's rows."""
+        """Return a sequence's expected rows."""
         q, k, v = self.qkv[number]
         inputs = (x.double().transpose(0, 1)[None] for x in (q, k, v))
         right = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         return Judged(right[rows], variances((q, k, v), [len(q)])[0][rows])
 
     def decode(self, counts: Sequence[int], queries: int, share: bool = False) -> tuple[Tensor, DecodeRows, Judged]:
-        """The last `counts` rows of each sequence, in places for `queries`. share: with the groups' prefixes."""
+        """Return the last `counts` rows of each sequence, in slots for `queries`. share: with the groups' prefixes."""
         B, (N, _, D) = len(counts), self.heads
         q_BQND = torch.full((B, queries, N, D), torch.nan)
         right, squares = torch.zeros(B, queries, N, D, dtype=torch.float64), torch.zeros(B, queries).double()
@@ -125,7 +125,7 @@ class CachedCase:
         return q_BQND.to(DEVICE), rows_of, Judged(right, squares)
 
     def _prefix(self) -> SharedPrefix:
-        """The groups, and one more that does not exist any longer: length 0, and the first one's members."""
+        """Return the groups, and one more that no longer exists: length 0, and the first one's members."""
         G, most = len(self.groups) + 1, max(len(members) for _, members in self.groups) + 1
         table_GP = torch.full((G, max(map(len, self.prefix_blocks)) + 1), self.spare, dtype=torch.int32)
         members_GM = torch.full((G, most), -1, dtype=torch.int32)
@@ -137,7 +137,7 @@ class CachedCase:
         return SharedPrefix(table_GP.to(DEVICE), length_G, members_GM.to(DEVICE))
 
     def prefill(self, counts: Sequence[int], gap: int = 2) -> tuple[Tensor, PrefillRows, Judged]:
-        """The last `counts` rows of each sequence, with rows of nobody between and behind them, runs in any order."""
+        """Return the last `counts` rows of each sequence, runs in any order, with padding rows around each run."""
         N, _, D = self.heads
         T = sum(counts) + gap * (len(counts) + 1)
         q_TND = torch.full((T, N, D), torch.nan)
@@ -155,7 +155,7 @@ class CachedCase:
         return q_TND.to(DEVICE), rows_of, Judged(right, squares)
 
     def caches(self) -> tuple[Tensor, Tensor]:
-        """k and v on the device, with the distances that they have here."""
+        """Return k and v on the device, with the same strides."""
         both = torch.stack([self.k_PKSD, self.v_PKSD], 1).to(DEVICE)
         return both[:, 0], both[:, 1]
 

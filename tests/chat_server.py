@@ -1,4 +1,4 @@
-"""A small chat model's server for tests: it says what a script tells it to, and remembers what it was asked."""
+"""A small chat model's server for tests: it replies according to a script and records its requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def completion(text: str | None) -> dict[str, Any]:
-    """A whole answer, in the parts that servers send."""
+    """Return a whole answer, in the chunks that servers send."""
     message = {"role": "assistant", "content": text}
     return {"id": "c", "object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": {}}
 
@@ -23,9 +23,9 @@ def _last(request: dict[str, Any]) -> str:
 
 
 class ChatServer:
-    """script: what the coming requests get, one each: a text to reply, (status, body) or (status, body, headers), or a
-    word ("break", "half", "sleep"), or a function that gives one of these in its own time. When it is empty,
-    `reply(content of the last message)` is the text."""
+    """A server. script: one answer per request: a text to reply, (status, body) or (status, body, headers), a word
+    ("break", "half", "sleep"), or a function that returns one of these after any time. When it is empty, the text is
+    `reply(content of the last message)`."""
 
     def __init__(self) -> None:
         self.script: list[Any] = []
@@ -33,7 +33,7 @@ class ChatServer:
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.keys: list[str | None] = []
-        self.hold: threading.Barrier | None = None  # requests wait for each other here
+        self.hold: threading.Barrier | None = None  # requests wait for each other at it
         self._lock = threading.Lock()
         stub = self
 
@@ -56,7 +56,7 @@ class ChatServer:
                     with suppress(threading.BrokenBarrierError):
                         stub.hold.wait(5)
                 if said == "break":
-                    # Lingering for no time at all makes the close a reset.
+                    # A linger time of 0 turns the close into a reset.
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     self.close_connection = True
                 elif said == "half":

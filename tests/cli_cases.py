@@ -57,7 +57,7 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def finished_folder(folder: Path) -> Path:
-    """Model, questions, corpus, index, transcripts and a recipe, in `folder`."""
+    """Make model, questions, corpus, index, transcripts and a recipe in `folder`."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     facts = [{"id": name, "title": name, "text": f"{name} lives."} for name in NAMES]
     corpus = write(folder / "corpus.jsonl", *facts)
@@ -76,6 +76,6 @@ def finished_folder(folder: Path) -> Path:
 
 
 def recipe_in(folder: Path) -> Path:
-    """The recipe of a folder that was copied, which names the copy."""
+    """Rewrite the recipe of a copied folder so that it names the copy; return its path."""
     (folder / "recipe.toml").write_text(RECIPE.format(folder=folder))
     return folder

@@ -1,4 +1,4 @@
-"""Scripts run where Triton compiles: in processes of their own, since here kernels may be interpreted ones."""
+"""Scripts run where Triton compiles: in separate processes, because kernels may be interpreted in this one."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def environment(cache: Path, *folders: Path) -> dict[str, str]:
-    """Of a process whose kernels are compiled, into a cache of its own. folders: to import from."""
+    """Return the environment of a process that compiles kernels into a separate cache. folders: to import from."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
     return found | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
 
 
 def said(script: Sequence[str], cache: Path, *folders: Path) -> Any:
-    """What a script prints, as JSON: `-c text`, or a path and arguments."""
+    """Return what a script prints, parsed as JSON: `-c text`, or a path and arguments."""
     done = subprocess.run(
         [sys.executable, "-P", *script],
         env=environment(cache, *folders),

@@ -1,7 +1,7 @@
-"""Fixtures shared by all tests: the real data's folder, and a tiny world that a rollout can run in.
+"""Fixtures shared by all tests: the folder of real data, and a tiny world that a rollout can run in.
 
-The tiny policy was taught for a second or two how a transcript looks, so that what it babbles searches, answers and
-breaks off at all sorts of places.
+The tiny policy was trained for a second or two on the form of transcripts, so that its random text searches, answers
+and stops in all kinds of places.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Imported where they are used, so that the tests of a folder need no more than that folder does.
+# Imported where they are used, so that a folder's tests need no more than the folder itself.
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
     from thresher.engine.episode import System
@@ -64,8 +64,8 @@ FACTS = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but N of the cases of a test marked `fast_cases(N)`, which are spread evenly over them. On a GPU
-    `fast_cases(N, gpu=M)` keeps M of them, which are slow in Triton's interpreter."""
+    """Mark as slow all but N cases of a test marked `fast_cases(N)`; the N are spread evenly over them. On a GPU
+    `fast_cases(N, gpu=M)` keeps M cases, which are slow in Triton's interpreter."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("fast_cases"):
@@ -81,15 +81,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from what was imported and collected: millions of objects, a tenth of the time."""
+    """Exclude imported and collected objects from garbage collection: millions of objects, a tenth of the time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ints_of_one_element() -> Iterator[None]:
-    """Triton 3.6's interpreter makes an int of an array of shape [1], as where a loop ends at a number that was read.
-    NumPy 2.4 refuses that, and Triton 3.7 does not ask for it."""
+    """Allow int() of an array of shape [1], which Triton 3.6's interpreter uses, for example for a loop bound that was
+    loaded. NumPy 2.4 refuses it, and Triton 3.7 does not need it."""
     try:
         old = version("triton").startswith("3.6.")
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def ints_of_one_element() -> Iterator[None]:
 
 @pytest.fixture(autouse=os.environ.get("SIMCUDA") == "1")
 def on_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """References in the place of the kernels unless SIMCUDA_KERNELS=1; no hazard may be left."""
+    """Use references in place of the kernels unless SIMCUDA_KERNELS=1, and require that no hazard is left."""
     import simcuda
     from simulated_references import without_kernels
 
@@ -120,16 +120,16 @@ def on_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         without_kernels(monkeypatch)
     simcuda.reset()
     yield
-    # What hangs in cycles is freed here, before the host waits, and not whenever the collector happens to run.
+    # Objects in reference cycles are freed here, before the host waits, not whenever the collector runs.
     gc.collect()
-    torch.cuda.synchronize()  # copies that are under way are looked at
+    torch.cuda.synchronize()  # checks copies that are still in progress
     assert simcuda.hazards() == []
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data beside the checkout (or at $THRESHER_DATA); tests that need it skip where it is
-    absent."""
+    """Return the folder of real data next to the checkout (or at $THRESHER_DATA); tests that need it are skipped if it
+    is absent."""
     folder = Path(os.environ.get("THRESHER_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"real data not found at {folder}; set THRESHER_DATA to the folder that holds it")
@@ -138,8 +138,8 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """once(name, make) -> Path: the folder that `make(folder)` filled. All workers of a run of the suite share it, so a
-    test must not change it."""
+    """Return once(name, make) -> Path: the folder that `make(folder)` filled. All workers of a run of the suite share
+    it; a test must not change it."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
@@ -159,7 +159,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Tokenizer:
-    """A BPE of 380 tokens over the tiny world, with three control tokens. Most tags are several tokens."""
+    """Return a BPE of 380 tokens over the tiny world, with three control tokens. Most tags are several tokens."""
     from thresher.policy.tokenizer import train_bpe
 
     texts = [f"{subject} has {relation} {object_}." for subject, relation, object_ in FACTS]
@@ -169,7 +169,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
-    """Two layers, width 32, two query heads a key/value head; the head is 13 columns wider than the tokenizer."""
+    """Return a config: width 32, two layers, two query heads per key/value head, 13 columns more than the tokenizer."""
     from model_cases import make_config
 
     config = make_config(
@@ -182,7 +182,7 @@ def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
 
 @lru_cache(maxsize=8)
 def taught(tokenizer: Tokenizer, config: ModelConfig, seed: int) -> Policy:
-    """A policy that has seen some transcripts: it writes tags, but not always, nor the right ones."""
+    """Return a policy trained on some transcripts: it writes tags, but not always, nor the right ones."""
     import torch
 
     from thresher.kernels.attention.varlen import Varlen
@@ -204,7 +204,7 @@ def taught(tokenizer: Tokenizer, config: ModelConfig, seed: int) -> Policy:
 
 
 def transcript(draw: Random) -> str:
-    """A prompt and some turns: searches, empty ones, answers, text without a tag, the end of text."""
+    """Return a prompt and some turns: searches, empty ones, answers, text without a tag, the end of text."""
     (name, relation, answer), (other, _, _) = draw.choice(FACTS), draw.choice(FACTS)
     text = TEMPLATE.replace("{question}", f"What is the {relation} of {name}?")
     for _ in range(draw.randrange(4)):
@@ -217,13 +217,13 @@ def transcript(draw: Random) -> str:
 
 @pytest.fixture
 def tiny_model_config(tiny_tokenizer: Tokenizer) -> ModelConfig:
-    """What `tiny_policy` has, for tests that need no policy that was taught."""
+    """Return the config of `tiny_policy`, for tests that need no trained policy."""
     return tiny_config(tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")
 def make_tiny_policy(tiny_tokenizer: Tokenizer) -> Callable[..., Policy]:
-    """make(seed=0, **changes of the config) -> Policy: a copy of one that was taught a little."""
+    """Return make(seed=0, **changes of the config) -> Policy: a copy of a policy that was trained a little."""
 
     def make(seed: int = 0, **changes: Any) -> Policy:
         return deepcopy(taught(tiny_tokenizer, tiny_config(tiny_tokenizer, **changes), seed))
@@ -233,13 +233,13 @@ def make_tiny_policy(tiny_tokenizer: Tokenizer) -> Callable[..., Policy]:
 
 @pytest.fixture
 def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
-    """A fresh one for every test, which may train it; gradients are off until asked for."""
+    """Return a fresh policy for every test, which may train it; gradients are off until enabled."""
     return make_tiny_policy()
 
 
 @pytest.fixture(scope="session")
 def tiny_index_folder(once: Callable[..., Path]) -> Path:
-    """An index on disk; its corpus is corpus.jsonl beside the folder."""
+    """Return the path of an index; its corpus is corpus.jsonl next to the folder."""
     from thresher.retrieval.building.build import build_index
     from thresher.retrieval.corpus import read_corpus
     from thresher.retrieval.encoders.lexical import LexicalEncoder
@@ -258,7 +258,7 @@ def tiny_index_folder(once: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def tiny_index(tiny_index_folder: Path) -> Index:
-    """Fresh for every test: its counts of calls start at 0."""
+    """Load the index anew for every test, so that its counts of calls start at 0."""
     from thresher.retrieval.indexes.load import load_index
 
     return load_index(tiny_index_folder)
@@ -266,7 +266,7 @@ def tiny_index(tiny_index_folder: Path) -> Index:
 
 @pytest.fixture(scope="session")
 def tiny_questions() -> list[Question]:
-    """Forty questions of unequal length, each with its answer."""
+    """Return forty questions of different lengths, each with its answer."""
     from thresher.retrieval.questions import Question
 
     return [
@@ -277,7 +277,7 @@ def tiny_questions() -> list[Question]:
 
 @pytest.fixture
 def tiny_model_folder(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tmp_path: Path) -> Path:
-    """Policy and tokenizer saved together, as `load_policy` and `load_tokenizer` read them."""
+    """Save policy and tokenizer together, as `load_policy` and `load_tokenizer` read them."""
     folder = tmp_path / "tiny-model"
     tiny_policy.save(folder)
     tiny_tokenizer.save(folder)
@@ -288,8 +288,8 @@ def tiny_model_folder(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tmp_path: 
 def tiny_rollout(
     request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer, tiny_index: Index
 ) -> Callable[..., Rollout]:
-    """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
-    tools, **limits) -> Rollout; everything has a default. `system` is a name or a System."""
+    """Return make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens,
+    shuffle, tools, **limits) -> Rollout; everything has a default. `system` is a name or a System."""
     from thresher.engine.episode import EpisodeConfig
     from thresher.engine.protocol.prompts import Renderer
     from thresher.engine.rollout.rollout import Limits, Rollout
@@ -322,7 +322,7 @@ def tiny_rollout(
         )
         sizes = {"max_turn_tokens": 48, "max_policy_tokens": 160, "max_context": 360, "max_num_seqs": 64, **limits}
         return Rollout(
-            policy or request.getfixturevalue("tiny_policy"),  # taught only where no other is given
+            policy or request.getfixturevalue("tiny_policy"),  # trained only if no other is given
             tokenizer,
             tiny_index if index is None else index,
             system,
@@ -338,8 +338,8 @@ def tiny_rollout(
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callable[..., None]:
-    """script({seed: [what it writes, turn by turn]}, tokenizer=..): ids are forced, log-probs are the policy's own.
-    Control tokens are recognised; what follows the end of a turn in its text opens the next one."""
+    """Return script({seed: [its text, turn by turn]}, tokenizer=..): ids are forced, log-probs are the policy's own.
+    Control tokens are recognised; text after the end of a turn starts the next one."""
 
     import torch
 
@@ -356,7 +356,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
             return ids, torch.log_softmax(logits_BV / divisor_B, -1).gather(1, ids[:, None])[:, 0]
 
         monkeypatch.setattr(sampling, "sample", say)
-        monkeypatch.setattr(Drafter, "draft", lambda *_: None)  # a guess that fails would use up what is to be said
+        monkeypatch.setattr(Drafter, "draft", lambda *_: None)  # a rejected draft would use up forced tokens
 
     return install
 
@@ -368,7 +368,7 @@ def base(
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> dict[str, dict[str, Any]]:
-    """The recipe of a small training run, as tables; see train_cases.py."""
+    """Return the recipe of a small training run, as tables; see train_cases.py."""
     from train_cases import recipe_tables, write_inputs
 
     folder = once("inputs", lambda folder: write_inputs(folder, tiny_tokenizer, tiny_questions))
@@ -384,7 +384,7 @@ def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(once: Callable[..., Path], make_recipe: Callable[..., Recipe]) -> Path:
-    """The run that nothing interrupted."""
+    """Run the training that nothing interrupts, once."""
     from train_cases import single_threaded
 
     from thresher.engine.training.train import train

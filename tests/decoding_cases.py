@@ -1,7 +1,7 @@
-"""Shared by the tests of the decoder: sequences with turns, played against any decoder, and what they are compared by;
-and a drafter that is often wrong.
+"""Shared by the tests of the decoder: sequences with turns that any decoder can play, comparisons of the results, and a
+drafter that is often wrong.
 
-Every sequence does what its plan says whatever the others do, so that results can be compared bit for bit.
+Every sequence follows its own plan, independent of the others, so that results can be compared bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +22,15 @@ from thresher.kernels.noise import minus_gumbel_, uniform_noise
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-Record = list[tuple[list[int], list[str], str, str | None, bytes]]  # of a sequence, a turn each
+Record = list[tuple[list[int], list[str], str, str | None, bytes]]  # of a sequence, one entry per turn
 SCORED = "scored"
-GAP = 1e-4  # nats: float32 sums of other orders
+GAP = 1e-4  # nats: float32 sums in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """appended: texts that come before the turn, one after the other; pause: steps until it begins, in which they
-    come."""
+    """A turn. appended: texts added before the turn, in order; pause: steps until it starts, during which they are
+    added."""
 
     room: int
     stop: tuple[str, ...] = ()
@@ -40,8 +40,8 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """prompt: a number; sequences with one number share it. arrive: the step at which it is handed in. scored: a text
-    that is scored before each turn, in the sequence's context; it has an entry of its own in the record."""
+    """A sequence. prompt: a number; sequences with the same number share it. arrive: the step of its submission.
+    scored: a text that is scored before each turn, in the sequence's context; it has its own entry in the record."""
 
     prompt: int
     seed: int
@@ -57,7 +57,7 @@ class _Playing:
     sequence: TokenSequence
     record: Record = field(default_factory=list)
     pause: int = 0
-    left: list[tuple[int, ...]] = field(default_factory=list)  # texts of the next turn that have yet to come
+    left: list[tuple[int, ...]] = field(default_factory=list)  # texts of the next turn that are not yet appended
 
     @property
     def turn(self) -> TurnPlan:
@@ -65,7 +65,7 @@ class _Playing:
 
 
 def turns_of(record: Record) -> Record:
-    """Return a record without what was scored."""
+    """Return a record without the scored texts."""
     return [entry for entry in record if entry[2] != SCORED]
 
 
@@ -84,7 +84,7 @@ def longest(prompts: Sequence[Sequence[int]], plans: Iterable[Plan]) -> int:
 
 
 def play(decoder: Decoder, prompts: Sequence[Sequence[int]], plans: Sequence[Plan]) -> list[Record]:
-    """Every plan's turns, in the order of the plans."""
+    """Play all plans; return their turns, in the order of the plans."""
     decoder.begin(longest(prompts, plans), DecodeClock())
     shared = [SharedPrompt(list(ids)) for ids in prompts]
     playing = [_Playing(plan, TokenSequence(shared[plan.prompt], plan.seed, plan.draw)) for plan in plans]
@@ -132,7 +132,7 @@ def _begin(decoder: Decoder, one: _Playing, of: dict[TokenSequence, _Playing]) -
 
 
 def _goes_on(decoder: Decoder, one: _Playing, of: dict[TokenSequence, _Playing]) -> bool:
-    """Whether the next turn has begun; of the texts before it one comes a step."""
+    """Append one pending text per step; return whether the next turn has started."""
     while one.left:
         decoder.append(one.sequence, one.left.pop(0))
         if one.pause > 0:
@@ -149,8 +149,8 @@ Near = Callable[[int, int, int, int, int], bool]
 
 
 def agree(found: Sequence[Record], wanted: Sequence[Record], gap: float = GAP, near: Near | None = None) -> None:
-    """The same tokens and ends, and log-probs within `gap`. Behind a draw that `near` lets rounding decide, nothing of
-    its sequence is compared."""
+    """Check equal tokens and ends, and log-probs within `gap`. After a token that rounding may decide by `near`, the
+    rest of its sequence is not compared."""
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for turn, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             pairs = list(zip(one[0], other[0], strict=False))
@@ -165,8 +165,8 @@ def agree(found: Sequence[Record], wanted: Sequence[Record], gap: float = GAP, n
 def near_ties(
     policy: Policy, vocab: int, prompts: Sequence[Sequence[int]], plans: Sequence[Plan], wanted: Sequence[Record]
 ) -> Near:
-    """Return a `Near` of tokens whose perturbed scores lie within GAP, or that lie so near to a filter's cut.
-    policy: on a CPU, in float32."""
+    """Return a `Near` for tokens whose perturbed scores differ by less than GAP, or that are that close to a filter's
+    cut. policy: on a CPU, in float32."""
 
     @torch.inference_mode()
     def near(number: int, turn: int, place: int, one: int, other: int) -> bool:
@@ -207,14 +207,14 @@ class _Ops(TorchDispatchMode):
 
 
 def ops(step: Callable[[], Any]) -> list[str]:
-    """All that is computed, in order. (A view computes nothing, and whether there is one depends on the filling.)"""
+    """Return the operations that run, in order. (Views are left out: they compute nothing and depend on padding.)"""
     with _Ops() as mode:
         step()
     return mode.names
 
 
 def whole(prompts: Sequence[Sequence[int]], plan: Plan, record: Record) -> list[int]:
-    """All ids of a sequence whose turns have been played."""
+    """Return all ids of a sequence whose turns have been played."""
     ids = list(prompts[plan.prompt])
     for turn, (written, *_) in zip(plan.turns, record, strict=True):
         ids += [token for text in turn.appended for token in text] + written
@@ -222,7 +222,7 @@ def whole(prompts: Sequence[Sequence[int]], plan: Plan, record: Record) -> list[
 
 
 class Adversary(Drafter):
-    """Guesses what will be written, what was written elsewhere, and anything, in any number up to `most`."""
+    """A drafter that proposes true tokens, those of other sequences, or random ones, any number up to `most`."""
 
     rng = Random(0)
     written: list[list[int]] = []  # noqa: RUF012  set by the test
@@ -246,7 +246,7 @@ class Adversary(Drafter):
 def alone(
     policy: Policy, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], plans: Sequence[Plan]
 ) -> list[Record]:
-    """The oracle: one sequence at a time, nothing of another's used, no products shared, no drafts."""
+    """Play one sequence at a time as the oracle: no reuse of others' KV cache, no shared products, no drafts."""
     decoder = make_decoder(
         policy, tokenizer, max_running=1, reuse=False, share_prefix=False, num_blocks=blocks(prompts, plans)
     )
@@ -254,12 +254,12 @@ def alone(
 
 
 def blocks(prompts: Sequence[Sequence[int]], plans: Sequence[Plan], spare: int = 0) -> int:
-    """The fewest that a decoder takes, and `spare` more."""
+    """Return the smallest number of blocks that a decoder accepts, plus `spare`."""
     return 1 + -(-longest(prompts, plans) // 16) + spare
 
 
 def random_world(rng: Random, vocab: int, count: int) -> tuple[list[list[int]], list[Plan]]:
-    """Prompts, of which many begin alike, and `count` sequences of one to three turns."""
+    """Return prompts, many with equal beginnings, and `count` sequences of one to three turns."""
     trunk = [rng.randrange(vocab) for _ in range(100)]
     prompts = []
     for _ in range(rng.randint(1, max(count // 2, 1))):

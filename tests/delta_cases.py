@@ -18,8 +18,8 @@ def drawn(
     device: str = "cpu",
     values: int = E,
 ) -> tuple[list[Tensor], list[int], Tensor]:
-    """Return (q, k, v, decay, beta), bounds and states: keys of length 1, beta in (0, 1). bfloat16 is of q, k and v.
-    width, values: dimensions of a key and a value."""
+    """Return (q, k, v, decay, beta), bounds and states: keys of length 1, beta in (0, 1). bfloat16 applies to q, k and
+    v. width, values: dimensions of a key and a value."""
     noise, total = torch.Generator().manual_seed(seed), sum(lengths)
 
     def normal(*shape: int) -> Tensor:

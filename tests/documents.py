@@ -1,4 +1,4 @@
-"""What README.md, docs/ and the Makefile show, taken out of their text: commands, Python blocks, files, links.
+"""Extraction of commands, Python blocks, files and links from README.md, docs/ and the Makefile.
 
 A block is indented by four columns (in a list: by more) or fenced. In a block
 
@@ -6,10 +6,10 @@ A block is indented by four columns (in a list: by more) or fenced. In a block
     from .., import  in its first line of code make it Python, and so does a docstring; or a fence says `python`
     [section]        in its first line makes it a piece of a recipe
 
-and where the paragraph above says "the whole file, `NAME`" or "one line of `NAME`", the block is that file. In prose,
-`thresher ..` between backquotes is a command too, complete or named in passing.
+and if the paragraph above says "the whole file, `NAME`" or "one line of `NAME`", the block is that file. In prose,
+`thresher ..` between backticks is a command too, complete or only named.
 
-Deliberately absent: a Markdown parser. What this reads is how these documents are written.
+Deliberately absent: a Markdown parser. This reads only the form in which these documents are written.
 """
 
 import re
@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a worked example has its reader add, and is therefore not there: commands that name it are parsed and not run.
+# Files that a worked example asks its reader to add: commands that name them are parsed and not run.
 TO_BE_ADDED = {
     "docs/add/paper.md": ("quote",),
     "docs/add/kernel.md": ("NAME",),
@@ -52,7 +52,7 @@ class Block:
 
     @cached_property
     def first(self) -> str:
-        """The first line that is neither blank nor a comment."""
+        """Return the first line that is neither blank nor a comment."""
         lines = (line.strip() for line in self.text.splitlines())
         return next((line for line in lines if line and not line.startswith("#")), "")
 
@@ -66,7 +66,7 @@ class Block:
 
     @property
     def file(self) -> tuple[str, str] | None:
-        """(name, contents) where the text says that the block is a file."""
+        """Return (name, contents) if the text says that the block is a file."""
         found = _FILE.search(self.before)
         if not found:
             return None
@@ -76,7 +76,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `thresher` as it is shown, without its first word."""
+    """A shown command of `thresher`, without its first word."""
 
     document: str
     line: int
@@ -88,13 +88,13 @@ class Command:
 
 
 def to_be_added(document: str, text: str) -> bool:
-    """Whether the text names what a worked example adds, or, in one, has a word in capitals for what the reader has."""
+    """Return whether a text names what a worked example adds or, in one, has a word in capitals as a placeholder."""
     examples = TO_BE_ADDED.get(document, ())
     return any(name in text for name in examples) or (bool(examples) and bool(re.search(r"(^|\s)[A-Z]+(\s|$)", text)))
 
 
 def documents() -> list[str]:
-    """README.md and all of docs/, relative to the checkout."""
+    """Return README.md and all of docs/, relative to the checkout."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
@@ -103,17 +103,17 @@ def read(document: str) -> list[str]:
 
 
 def blocks(document: str) -> list[Block]:
-    """Every block, in the order of the text."""
+    """Return every block, in the order of the text."""
     return [part for part in _parts(document) if isinstance(part, Block)]
 
 
 def prose(document: str) -> Iterator[tuple[int, str]]:
-    """(line number, line) of all that is no block."""
+    """Yield (line number, line) of all text outside of blocks."""
     return (part for part in _parts(document) if not isinstance(part, Block))
 
 
 def commands(document: str) -> list[Command]:
-    """What the blocks show of `thresher`; prose is `mentions`'s."""
+    """Return the commands of `thresher` in blocks; `mentions` returns those in prose."""
     found = []
     for block in blocks(document):
         number, lines = block.line, block.text.splitlines()
@@ -129,7 +129,7 @@ def commands(document: str) -> list[Command]:
 
 
 def mentions(document: str) -> list[Command]:
-    """What the prose shows of `thresher` between backquotes."""
+    """Return the commands of `thresher` in prose, between backticks."""
     return [
         Command(document, number, tuple(shlex.split(code)[1:]))
         for number, code in inline(document)
@@ -138,14 +138,14 @@ def mentions(document: str) -> list[Command]:
 
 
 def inline(document: str) -> list[tuple[int, str]]:
-    """(line number, code) of what stands between backquotes, also over the end of a line."""
+    """Return (line number, code) of text between backticks, also across lines."""
     lines = dict(prose(document))
     text = "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
     return [(text.count("\n", 0, found.start()) + 1, " ".join(found[1].split())) for found in _INLINE.finditer(text)]
 
 
 def links(document: str) -> list[tuple[int, str]]:
-    """(line number, target) of every link and picture that is no URL."""
+    """Return (line number, target) of every link and picture that is not a URL."""
     return [
         (number, target)
         for number, line in prose(document)
@@ -155,7 +155,7 @@ def links(document: str) -> list[tuple[int, str]]:
 
 
 def table_rows(document: str, heading: str) -> list[list[str]]:
-    """The cells of the table whose first column is headed so."""
+    """Return the cells of the table whose first column has this heading."""
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for _, line in prose(document) if line[:1] == "|"]
     start = next(number for number, row in enumerate(rows) if row[0] == heading)
     body = rows[start + 2 :]
@@ -191,7 +191,7 @@ def _parts(document: str) -> Iterator[Block | tuple[int, str]]:
 
 
 def _inside(paragraph: list[str], lines: list[str], number: int) -> bool:
-    """Whether an indented line goes on with a paragraph: a block needs a blank line above it."""
+    """Return whether an indented line continues a paragraph: a block needs a blank line above it."""
     return bool(paragraph) and number > 0 and bool(lines[number - 1].strip())
 
 

@@ -27,7 +27,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-éß東京"
 WORDS = ["the", "city", "river", "mayor", "born", "query", "passage", "##ing", "##ed", "##s"]
 VOCABULARY = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), *WORDS]
-# XLM-R's, pieces of sentences.
+# XLM-R's vocabulary of sentence pieces.
 XLM_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 XLM_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-"
 XLM_PIECES = [
@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 70,
-    "initializer_range": 0.3,  # wide, so that a wrong piece is seen and attention is not flat
+    "initializer_range": 0.3,  # large, so that a wrong piece is noticed and attention is not flat
 }
 DISTILBERT_SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -62,7 +62,7 @@ def bert_config(**changes: Any) -> transformers.BertConfig:
 
 
 def random_model(kind: type[Any], config: Any, seed: int = 0) -> Any:
-    """A model of transformers whose every parameter is random: its own start leaves biases at 0 and norms at 1."""
+    """Return a model of transformers with all parameters random: its own initialisation has biases 0 and norms 1."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
@@ -73,7 +73,7 @@ def random_model(kind: type[Any], config: Any, seed: int = 0) -> Any:
 
 
 def save_tokenizer(folder: Path, **settings: Any) -> None:
-    """vocab.txt, tokenizer.json and tokenizer_config.json of the vocabulary above."""
+    """Write vocab.txt, tokenizer.json and tokenizer_config.json of the vocabulary above."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(VOCABULARY) + "\n", "utf-8")
@@ -81,7 +81,7 @@ def save_tokenizer(folder: Path, **settings: Any) -> None:
 
 
 def save_model(folder: Path, model: Any | None = None, **tokenizer: Any) -> Path:
-    """A folder with weights, config and tokenizer; of a BERT unless another model is given."""
+    """Write a folder with weights, config and tokenizer; of a BERT unless another model is given."""
     model = random_model(transformers.BertModel, bert_config()) if model is None else model
     model.save_pretrained(folder)
     save_tokenizer(folder, **tokenizer)
@@ -89,7 +89,7 @@ def save_model(folder: Path, model: Any | None = None, **tokenizer: Any) -> Path
 
 
 def save_xlm_roberta(folder: Path, kind: type[Any], **changes: Any) -> tuple[Path, Any]:
-    """A folder of an XLM-R with its own kind of tokenizer, and the model."""
+    """Write a folder of an XLM-R with its own kind of tokenizer; return it and the model."""
     sizes = SIZES | {"vocab_size": len(XLM_SPECIAL) + len(XLM_PIECES) + 1}
     config = transformers.XLMRobertaConfig(**sizes, type_vocab_size=1, pad_token_id=1, **changes)
     model = random_model(kind, config)
@@ -122,7 +122,7 @@ def deberta(**changes: Any) -> Any:
 
 
 def save_classifier(folder: Path, model: Any) -> Path:
-    """Weights, config and tokenizer, of which DeBERTa's is made of sentence pieces."""
+    """Write weights, config and tokenizer; DeBERTa's tokenizer has sentence pieces."""
     if model.config.model_type != "deberta-v2":
         return save_model(folder, model)
     model.save_pretrained(folder)
@@ -135,7 +135,7 @@ def save_classifier(folder: Path, model: Any) -> Path:
 
 
 def edit(folder: Path, target: Path, **changes: Any) -> Path:
-    """A copy of the folder with another config.json; `...` removes a key."""
+    """Copy the folder with a changed config.json; `...` removes a key."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
@@ -156,7 +156,7 @@ def lay_out(
     top: dict[str, Any] | None = None,
     sentence: dict[str, Any] | None = None,
 ) -> Path:
-    """The files of sentence-transformers around a model: modules.json with `kinds`, and the three configs."""
+    """Write the files of sentence-transformers around a model: modules.json with `kinds`, and the three configs."""
     places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "2_Dense"}
     records = [
         {"idx": i, "name": str(i), "path": places[kind], "type": f"sentence_transformers.models.{kind}"}
@@ -181,10 +181,10 @@ def dpr_pair(folder: Path) -> Path:
 
 
 def check_near(found: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> None:
-    """Hold what a float32 forward makes to four times the error of the reference in float32, as norms over all numbers,
-    and 32 roundings, some ten for each of three layers.
+    """Check that the error of a float32 forward is at most four times that of the float32 reference, as norms over all
+    numbers, plus 32 roundings, about ten for each of three layers.
 
-    truth: in float64, a row for each text; rows differ by a hundred times as much, so that another text would be seen.
+    truth: in float64, one row per text; rows differ by a hundred times as much, so that a wrong text would be noticed.
     """
     limit = 4 * (reference.double() - truth).norm() + 2**-19 * truth.norm()
     assert (truth - truth.mean(0)).norm() > 100 * limit

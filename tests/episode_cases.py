@@ -1,4 +1,4 @@
-"""Play an episode by hand: its turns, searches and calls are scripted, and what it asked for is returned."""
+"""Drives an episode by hand: its turns, searches and calls are scripted, and its requests are returned."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -10,7 +10,7 @@ from thresher.retrieval.retriever import Hit
 
 
 def turn(text: str, stops: Sequence[str]) -> Turn:
-    """Return a turn as the engine would hand it over: the stop is the tag that the text ends with, or else holds."""
+    """Return a turn as the engine would pass it: the stop is the tag that the text ends with, or else contains."""
     ends = [tag for tag in stops if text.endswith(tag)] or [tag for tag in stops if tag in text]
     return Turn(text.encode(), next(iter(ends), None))
 
@@ -24,8 +24,8 @@ def drive(
     max_turns: int = 4,
     template: str | None = None,
 ) -> tuple[list[Any], str | None]:
-    """Return all requests of an episode, and its reason; None if it wants more turns than `texts`. hits: of one search
-    after the other. called: what calls write."""
+    """Return all requests of an episode, and its reason; None if it needs more turns than `texts`. hits: of the
+    searches, in order. called: the outputs of calls."""
     config = EpisodeConfig(system.template if template is None else template, max_turns)
     episode, answer = system.episode(question, config), None
     turns, found, calls, requests = list(texts), iter(hits), list(called), []

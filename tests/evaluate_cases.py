@@ -1,4 +1,4 @@
-"""What the tests of `thresher eval` share: questions on the disk, flags that want only an --out, and its refusals."""
+"""Shared by the tests of `thresher eval`: question files, flags that lack only --out, and its error messages."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from thresher.engine.config.recipe import Recipe
 from thresher.retrieval.questions import Question, question_record
 
 SHORT = ("--set", "rollout.max_turn_tokens=40", "--set", "rollout.max_context=900")
-PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
-# What `script` has a policy write to the seven questions, whose seeds are their numbers: two, one or no searches.
+PROMPT = "<search> or <answer>: {question}\n"  # the tiny policy was taught to continue it
+# The text that `script` forces for the seven questions, whose seeds are their numbers: two, one or no searches.
 SEARCHES = ("<search>teacher of Anna Bell</search>", "<search>Carl Dorn</search>")
 SAID = {number: [*SEARCHES[: number % 3], "<answer>Mia Noor</answer>"] for number in range(7)}
 
@@ -24,7 +24,7 @@ def write_asked(folder: Path, questions: list[Question]) -> Path:
 
 
 def searching_flags(model: Path, index: Path, asked: Path) -> list[str]:
-    """An evaluation that only wants an --out, of a policy that searches and answers at times."""
+    """Return the flags of an evaluation that lack only --out, of a policy that sometimes searches and answers."""
     template = asked.with_name("prompt.txt")
     template.write_text(PROMPT)
     flags = ["--model", str(model), "--index", str(index), "--k", "2"]

@@ -1,6 +1,6 @@
-"""A float64 model that is float64 throughout, the truth of other dtypes; and how far something is from it.
+"""A model in float64 throughout, the truth for other dtypes; and the relative error of other results.
 
-By itself `rms_norm` (kernels/layers.py) takes its mean in float32 whatever the dtype.
+Without `exact_norms`, `rms_norm` (kernels/layers.py) computes its mean in float32 in any dtype.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from thresher.kernels import layers
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
-    """Take norms of float64 rows in float64; others stay as they are."""
+    """Compute norms of float64 rows in float64; others are unchanged."""
     plain = layers.rms_norm
 
     def norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,6 +27,6 @@ def exact_norms() -> Iterator[None]:
 
 
 def off(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
-    """Compute the norm of the difference over all tensors of `truth`, beside the norm of the truth."""
+    """Return the norm of the difference over all tensors of `truth`, relative to the norm of the truth."""
     difference = sum(float((found[name].double().cpu() - x.double()).square().sum()) for name, x in truth.items())
     return (difference / sum(float(x.double().square().sum()) for x in truth.values())) ** 0.5

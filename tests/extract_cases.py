@@ -1,4 +1,4 @@
-"""What the tests of `thresher extract` share: a plan for a tiny model, what it is made to write, and what was kept."""
+"""Shared by the tests of `thresher extract`: a plan for a tiny model, its forced texts, and the kept results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def extracted(rationale: str, evidence: str) -> str:
 
 
 def make_plan(folder: Path, model: Path, questions: list[Question]) -> ExtractionPlan:
-    """Three questions with passages, the extractor a tiny model."""
+    """Return a plan of three questions with passages, with a tiny model as the extractor."""
     asked = [replace(question, passages=PASSAGES) for question in questions[:3]]
     (folder / "q.jsonl").write_text("".join(json.dumps(question_record(q)) + "\n" for q in asked))
     (folder / "t.txt").write_text(TEMPLATE)

@@ -1,4 +1,4 @@
-"""A system whose episodes fold, and end with a trained branch that has a reward of its own."""
+"""A system whose episodes fold, and end with a trained branch that has its own reward."""
 
 OWN = """
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A disk that is full, by a limit on the size of each file, and modes of folders that hold for root too."""
+"""A simulated full disk, by a limit on the size of each file, and folder permissions that apply to root too."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writes beyond `size` bytes of a file fail, as on a disk that is full (EFBIG in ENOSPC's place)."""
+    """Make writes beyond `size` bytes of a file fail, as on a full disk (EFBIG instead of ENOSPC)."""
     before, compiled = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # Python would keep the first `size` bytes of a module that it compiles
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -27,12 +27,12 @@ class CapabilityHead(ctypes.Structure):
 
 @contextmanager
 def modes_that_hold() -> Iterator[None]:
-    """Root does not pass over the modes of files in this thread (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER)."""
+    """Make file modes apply to root in this thread (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER)."""
     if os.geteuid() != 0:
         yield
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    # Effective, permitted and inheritable ones: their low words, then their high words.
+    # Effective, permitted and inheritable sets: their low words, then their high words.
     head, powers = CapabilityHead(0x20080522, 0), (ctypes.c_uint32 * 6)()
 
     def call(function: str) -> None:

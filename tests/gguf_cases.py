@@ -1,4 +1,4 @@
-"""GGUF files of small models, written with the package gguf as llama.cpp's converter lays them out."""
+"""GGUF files of small models, written with the package gguf in the layout of llama.cpp's converter."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of Hugging Face's parameter `name`."""
+    """Return llama.cpp's name for Hugging Face's parameter `name`."""
     module, kind = name.rsplit(".", 1)
     if module.startswith("model.layers."):
         _, _, layer, module = module.split(".", 3)
@@ -53,7 +53,7 @@ def write_gguf(
     tensors: dict[str, torch.Tensor] | None = None,
     unused: int = 0,
 ) -> Path:
-    """Write the model to `path`, its matrices in the type `kind`; `fields` and `tensors` come on top. The last `unused`
+    """Write the model to `path`, its matrices in the type `kind`; `fields` and `tensors` are added. The last `unused`
     rows of the head have no token."""
     gguf = pytest.importorskip("gguf")
     config, name = policy.config, policy.config.model_type
@@ -92,7 +92,7 @@ def write_gguf(
     for parameter, view in {**hf_views(policy), **(tensors or {})}.items():
         data = view.clone()
         if name == "llama" and parameter.endswith(("q_proj.weight", "k_proj.weight")):
-            rows, columns = data.shape  # pairs that are rotated together lie side by side
+            rows, columns = data.shape  # pairs that are rotated together are adjacent
             data = data.view(rows // config.head_dim, 2, config.head_dim // 2, columns).transpose(1, 2).reshape_as(data)
         to = gguf.GGMLQuantizationType[kind if data.dim() == 2 else "F32"]
         found = gguf.quants.quantize(data.numpy(), to)

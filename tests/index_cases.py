@@ -1,4 +1,4 @@
-"""What several tests of dense indexes share: clustered vectors, an encoder that knows them by number, small slices."""
+"""Shared by the tests of dense indexes: clustered vectors, an encoder that looks them up by number, small slices."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ DIM = 16
 
 
 class Clustered:
-    """Passage "17" has row 17 of a fixed matrix; query "17" the same, turned by about 25 degrees. The rows lie around
-    `count` / 40 centres, of norm about 1, as neighbours of real text do."""
+    """An encoder: passage "17" has row 17 of a fixed matrix; query "17" the same, rotated by about 25 degrees. The rows
+    lie around `count` / 40 centres, of norm about 1, as neighbours of real text do."""
 
     name = "clustered"
     dim = DIM
@@ -38,15 +38,15 @@ class Clustered:
 
 
 def numbered(count: int) -> Corpus:
-    """Passages "0", "1", .. with ids that are not their rows."""
+    """Return passages "0", "1", .. with ids that are not their rows."""
     return Corpus([Passage(f"id{count - row}", "", str(row)) for row in range(count)])
 
 
-# Slices of 300 rows, batches of 200, graphs kept every 600.
+# Slices of 300 rows, batches of 200, graphs saved every 600.
 SMALL = ((vector_file, "SLICE_BYTES", 300 * DIM * 4), (build, "BUILD_BATCH", 200), (structures, "CHECKPOINT", 600))
 
 
 def make_small() -> None:
-    """SMALL, for this process."""
+    """Use SMALL in this process."""
     for module, name, value in SMALL:
         setattr(module, name, value)

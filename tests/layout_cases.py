@@ -1,6 +1,6 @@
-"""What the tests of the layout read: the packages' files, and what each of them imports.
+"""Shared by the tests of the layout: the packages' files, and the imports of each.
 
-Nothing is imported: an import inside a function or under TYPE_CHECKING counts as any other does.
+Nothing is imported: an import inside a function or under TYPE_CHECKING counts like any other.
 """
 
 import ast
@@ -17,7 +17,7 @@ def modules() -> list[Path]:
 
 @cache
 def sources() -> dict[str, str]:
-    """Every module's source, by its path in the checkout ("common/console.py")."""
+    """Return every module's source, by its path in the checkout ("common/console.py")."""
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in modules()}
 
 
@@ -40,8 +40,8 @@ def imports(source: str) -> tuple[str, ...]:
 
 @cache
 def imported_files(path: str, source: str) -> frozenset[str]:
-    """The paths of our own files that a file imports; what an `__init__.py` re-exports from its own folder is left out,
-    for nothing in the folder gets to it through that."""
+    """Return the paths of our own files that a file imports, except those that an `__init__.py` re-exports from its own
+    folder, because no file in the folder uses the package for them."""
     found = set()
     for name in imports(source):
         parts = name.split(".")[1:] if name.startswith("thresher.") else []

@@ -1,4 +1,4 @@
-"""Log-probs recorded when tokens were drawn, held to a forward over the finished sequence."""
+"""Comparison of recorded log-probs with a forward over the finished sequence."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -8,16 +8,16 @@ from exact_norms import exact_norms
 
 from thresher.policy.model import Policy
 
-# Ids, the places among them of what was drawn, its log-probs, and the temperature.
+# Ids, the places of the sampled tokens in them, their log-probs, and the temperature.
 Written = tuple[Sequence[int], Sequence[int], Sequence[float], float]
 
 
 @torch.no_grad()
 @exact_norms()
 def assert_logprobs_are_fresh(policy: Policy, vocab: int, sequences: Iterable[Written]) -> None:
-    """Compare recorded log-probs, and a fresh forward's, with the same weights' in float64.
+    """Compare recorded log-probs, and those of a fresh forward, with the same weights' in float64.
 
-    The recorded ones may be off by four times what the fresh forward is off by over all its columns, as root mean
+    The error of the recorded ones may be four times that of the fresh forward over all its columns, as root mean
     squares. That of n values out of so many is larger by up to 3 / sqrt(n), four standard deviations.
     """
     exact = deepcopy(policy).double()

@@ -1,4 +1,4 @@
-"""For several test files: inputs of the loss, the loss written out again in float64, and what compares the two."""
+"""Shared by several test files: inputs of the loss, a float64 reference of it, and comparisons of the two."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,8 +35,8 @@ class Case:
 
 
 def make_case(T: int, H: int = 16, V: int = 50, seed: int = 0, scale: float = 0.5, spread: float = 0.4) -> Case:
-    """Random float64 inputs: old and reference log-probs around the true ones; of the advantages and of the
-    weights a fifth is zero."""
+    """Return random float64 inputs: old and reference log-probs around the true ones; a fifth of the advantages and of
+    the weights is zero."""
     noise = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -51,25 +51,25 @@ def make_case(T: int, H: int = 16, V: int = 50, seed: int = 0, scale: float = 0.
 
 
 def on_grid(case: Case) -> Case:
-    """The case with rows and head rounded to multiples of 1/8, so that a logit is exact whatever the order of its sum.
+    """Return the case with rows and head rounded to multiples of 1/8, so that a logit is exact in any order of its sum.
     Triton's interpreter multiplies with NumPy's BLAS, which may give a row other last bits at another place of its
     tile; the compiled kernels do not."""
     return replace(case, hidden=(case.hidden * 8).round() / 8, head=(case.head * 8).round() / 8)
 
 
-UNIT = 2.0**-24  # float32 rounds a number by this share of itself at most
+UNIT = 2.0**-24  # the largest relative error of a rounding to float32
 DRAWS = 16
-# Standard deviations. The loss is one number, and a norm may be one row's: of normal errors in all the tests, CPUs and
-# seeds, many are beyond three, one in 5e8 is beyond six.
+# Standard deviations. The loss is one number, and a norm may be that of one row: of normal errors in all the tests,
+# CPUs and seeds, many exceed three, one in 5e8 exceeds six.
 SLACK = 6.0
 
 
 class Rounding:
-    """Adds normal noise of given standard deviations, in units of UNIT, where float32 would round. With none, nothing.
+    """Adds normal noise of given standard deviations, in units of UNIT, where float32 would round; none without a seed.
 
     A sum of n terms in float32 is off by UNIT sqrt(n) sqrt(sum of squared terms), as a standard deviation and in the
-    worst order, one after the other (Higham 2002, section 4.2, with roundings taken for independent); in blocks or a
-    tree by less. An exponential of x is off by UNIT (1 + |x|) of itself.
+    worst order, one after the other (Higham 2002, section 4.2, with independent roundings); in blocks or a tree by
+    less. An exponential of x is off by UNIT (1 + |x|) of itself.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -81,7 +81,7 @@ class Rounding:
         return x + UNIT * deviation.detach() * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
 
     def product(self, out: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        """out = one @ other, its sums rounded on the way."""
+        """Return out = one @ other, with the rounding of its sums."""
         if self.generator is None:
             return out
         return self(out, (one.detach().square() @ other.detach().square() * one.shape[1]).sqrt())
@@ -94,8 +94,8 @@ def brute(
     rounding: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The loss, written out again in the given dtype with autograd through log_softmax, and its gradients. `rounding`:
-    the seed of noise where float32 would round, in inputs, sums and exponentials; see `float32_budget`."""
+    """Compute the loss in the given dtype with autograd through log_softmax, and its gradients. `rounding`: the seed of
+    noise where float32 would round, in inputs, sums and exponentials; see `float32_budget`."""
     rounded = Rounding(rounding)
     o = {"temperature": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "kl_value": "k3"}
     o |= {"kl_gradient": None, "beta": 0.0, "entropy_coef": 0.0, "vocab_size": None} | options
@@ -115,7 +115,7 @@ def brute(
     logp = logp_all[torch.arange(len(old)), case.targets[rows]]
     logp = rounded(logp, 2 + logp.abs())
     terms = logp_all.exp() * logp_all
-    # 1, for what a total probability of 1 loses
+    # 1, for the part that a total probability of 1 loses
     entropy = rounded(-terms.sum(1), 1 + (terms.square().sum(1) * terms.shape[1]).sqrt())
     ratio, d = (logp - old).exp(), logp - ref
     objective = torch.min(ratio * advantages, ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"]) * advantages)
@@ -149,9 +149,9 @@ def brute(
 
 
 def float32_budget(case: Case, **options: Any) -> dict[str, float]:
-    """The norm of the error that float32 may make of each result, in any order of its sums: `brute` in float64 with
-    noise where float32 rounds, the root mean square over several draws, times SLACK. It is a figure of the case alone,
-    not of another implementation's luck on this machine."""
+    """Return the norm of float32's allowed error of each result, in any order of its sums: `brute` in float64 with
+    noise where float32 rounds, the root mean square over several draws, times SLACK. It depends on the case alone, not
+    on another implementation's luck on this machine."""
     truth = brute(case, **options)
     noisy = [brute(case, rounding=seed, **options) for seed in range(DRAWS)]
     return {
@@ -161,10 +161,10 @@ def float32_budget(case: Case, **options: Any) -> dict[str, float]:
 
 
 def bfloat16_budget(case: Case, **options: Any) -> dict[str, float]:
-    """The norm of the error that gradients may have where they and the operands of their products are rounded to
+    """Return the norm of the allowed error of gradients, if they and the operands of their products are rounded to
     bfloat16: three deviations, 2^-8 / sqrt(3) for one rounding, of independent errors."""
     hidden, head, truth = case.hidden.double(), case.head.double(), brute(case, **options)
-    # The gradient by rows that are the logits themselves is the logits' gradient.
+    # With the logits themselves as rows, the gradient of the rows is the logits' gradient.
     logits = replace(case, hidden=hidden @ head.t(), head=torch.eye(len(head)))
     squares = brute(logits, **options)["hidden_grad"].square()
     products = {"hidden_grad": squares @ head.square(), "head_grad": squares.t() @ hidden.square()}
@@ -175,7 +175,7 @@ def bfloat16_budget(case: Case, **options: Any) -> dict[str, float]:
 
 
 def run(case: Case, upstream: float = 1.0, with_ref: bool = True, **options: Any) -> dict[str, Any]:
-    """grpo_loss on fresh leaves, with its gradients, in the form of `brute`."""
+    """Call grpo_loss on fresh leaves; return results and gradients in the form of `brute`."""
     hidden, head = (t.detach().clone().requires_grad_() for t in (case.hidden, case.head))
     result = grpo_loss(hidden, head, *case.arguments[2:], ref_logprobs_T=case.ref if with_ref else None, **options)
     (result.loss * upstream).backward()
@@ -203,7 +203,7 @@ def assert_same_bits(found: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Records what a call does: how many times each operation runs, and the largest tensor it makes."""
+    """Records a call's operations: the count of each, and the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()

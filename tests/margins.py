@@ -1,17 +1,17 @@
-"""How far every numeric threshold of the tests is from what it is compared with, over CPU settings and seeds.
+"""Measures the margin of every numeric threshold of the tests over CPU settings and seeds.
 
     make test-margins SEEDS=20 TESTS="tests/kernels tests/policy" MARKS="not slow"
 
 runs the tests once as they are to find those that compare numbers, then these under every setting of
-test_bits_settings.py and with every seed, and prints the ten tightest thresholds. A threshold's figure is what was
-compared over its limit, 1 where the test just passes.
+test_bits_settings.py and with every seed, and prints the ten tightest thresholds. A threshold's figure is the compared
+value divided by its limit, 1 where the test just passes.
 
-Two parts: a pytest plugin (`pytest -p margins` with THRESHER_MARGINS=FILE) that appends to FILE one JSON line for each
-threshold of each test, and the program that runs pytest with it. The plugin sees `<`, `<=`, `>` and `>=` between
-numbers in `assert` statements of tests and their helpers, `pytest.approx`, and torch's and NumPy's comparisons with a
-tolerance. Comparisons of two integers, with 0, and with a tolerance of 0 are none. THRESHER_TEST_SEED is added to the
-seeds of torch's and NumPy's generators; those of `random.Random`, which choose words and scenarios, stay. A line that
-ends with a comment `# bound: ..` holds a value to what arithmetic proves, which it may reach, and is not ranked.
+There are two parts: a pytest plugin (`pytest -p margins` with THRESHER_MARGINS=FILE) that appends to FILE one JSON line
+for each threshold of each test, and the program that runs pytest with it. The plugin sees `<`, `<=`, `>` and `>=`
+between numbers in `assert` statements of tests and their helpers, `pytest.approx`, and torch's and NumPy's comparisons
+with a tolerance. It ignores comparisons of two integers, with 0, and with a tolerance of 0. THRESHER_TEST_SEED is added
+to the seeds of torch's and NumPy's generators; those of `random.Random`, which choose words and scenarios, are kept. A
+line that ends with a comment `# bound: ..` compares a value with a proven bound, which it may reach, and is not ranked.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ OF_MAKE = {
     "SEEDS",
     "TESTS",
     "MARKS",
-}  # tests that run make have their own
-TIGHTEST, WIDE = 10, 1 / 3  # how many are printed; the figure that a threshold should stay under
+}  # tests that run make set their own
+TIGHTEST, WIDE = 10, 1 / 3  # number of printed thresholds; the figure that a threshold should stay below
 
-worst: dict[str, tuple[float, float, float]] = {}  # of the test that runs: place -> figure, value, limit
+worst: dict[str, tuple[float, float, float]] = {}  # of the running test: place -> figure, value, limit
 
 
-# --- What is compared
+# --- Comparisons
 
 
 def place() -> str:
-    """The innermost line of a test or a helper of tests that is running."""
+    """Return the innermost running line of a test or a test helper."""
     frame = sys._getframe(1)
     while frame.f_back and (TESTS not in Path(frame.f_code.co_filename).parents or frame.f_globals is globals()):
         frame = frame.f_back
@@ -67,7 +67,7 @@ def place() -> str:
 
 
 def numbers(value: Any) -> Any:
-    """A number, a tensor or an array as float64; None for anything else, and for booleans."""
+    """Return a number, a tensor or an array as float64, or None for anything else, including booleans."""
     import numpy as np
     import torch
 
@@ -83,7 +83,7 @@ def numbers(value: Any) -> Any:
 
 
 def note(value: Any, limit: Any, where: str | None = None) -> None:
-    """Keep the largest value / limit, elementwise, where both are positive."""
+    """Record the largest value / limit, elementwise, where both are positive."""
     import numpy as np
 
     value, limit = np.broadcast_arrays(np.asarray(value, np.float64), np.asarray(limit, np.float64))
@@ -97,13 +97,13 @@ def note(value: Any, limit: Any, where: str | None = None) -> None:
 
 
 def compare(names: Sequence[str], *operands: Any) -> Any:
-    """`operands` compared as Python compares a chain, and noted."""
+    """Compare `operands` as Python compares a chain, record the comparisons and return the result."""
     values = [numbers(operand) for operand in operands]
     floats = [value is not None and value.dtype.kind == "f" for value in values]
     ends = values[0], values[-1]
     if len(operands) == 3 and all(floats) and all(end.ndim == 0 for end in ends):
         middle, half = (ends[0] + ends[1]) / 2, abs(ends[1] - ends[0]) / 2
-        if half < 0.6 * abs(middle):  # a window, its ends not far apart; else two limits, each by itself
+        if half < 0.6 * abs(middle):  # a window with close ends; otherwise two separate limits
             note(abs(values[1] - middle), half)
             values = [None] * 3
     result: Any = True
@@ -118,7 +118,7 @@ def compare(names: Sequence[str], *operands: Any) -> Any:
 
 
 class Recorded(ast.NodeTransformer):
-    """Puts `compare` in the place of comparisons by size in `assert` statements."""
+    """Replaces comparisons by size in `assert` statements with `compare`."""
 
     inside = False
 
@@ -129,7 +129,7 @@ class Recorded(ast.NodeTransformer):
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        return node  # its conditions choose and test nothing
+        return node  # its conditions select and test nothing
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
@@ -142,7 +142,7 @@ class Recorded(ast.NodeTransformer):
 
 
 def watch_asserts() -> None:
-    """Have pytest's rewriting of asserts see what Recorded makes of them, in tests and in their helpers."""
+    """Apply Recorded before pytest rewrites the asserts of tests and their helpers."""
     from _pytest.assertion import rewrite
 
     plain = rewrite.rewrite_asserts
@@ -153,13 +153,13 @@ def watch_asserts() -> None:
         plain(tree, source, path, config)
 
     rewrite.rewrite_asserts = recorded
-    rewrite.PYC_TAIL = ".margins" + rewrite.PYC_TAIL  # compiled files of their own
+    rewrite.PYC_TAIL = ".margins" + rewrite.PYC_TAIL  # separate compiled files
     setattr(builtins, COMPARE, compare)
     pytest.register_assert_rewrite(*(path.stem for path in TESTS.glob("*.py") if path.stem != "margins"))
 
 
 def watch_tolerances() -> None:
-    """Note what torch's and NumPy's comparisons with a tolerance, and pytest.approx, are given."""
+    """Record the values that torch's and NumPy's comparisons with a tolerance, and pytest.approx, compare."""
     import numpy as np
     import torch
     from torch.testing._comparison import get_tolerances
@@ -202,7 +202,7 @@ def watch_tolerances() -> None:
         return equals(self, actual)
 
     scalar.__eq__ = approx_equals
-    scalar.__ne__ = lambda self, actual: not equals(self, actual)  # which says that they differ, and by how much not
+    scalar.__ne__ = lambda self, actual: not equals(self, actual)  # it says whether they differ, but not by how much
 
 
 def shift_seeds(offset: int) -> None:
@@ -263,7 +263,7 @@ def name_of(setting: tuple[dict[str, str], int], seed: int) -> str:
 def run(
     tests: Sequence[str], setting: tuple[dict[str, str], int], seed: int, out: Path, options: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The lines of one run of pytest with `options`, each with the name of its setting."""
+    """Return the rows of one run of pytest with `options`, each with the name of its setting."""
     listed, lines = out.with_suffix(".tests"), out.with_suffix(".jsonl")
     listed.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
     environment = {
@@ -293,7 +293,7 @@ def is_bound(at: str) -> bool:
 
 
 def table(rows: Sequence[dict[str, Any]], most: int) -> list[str]:
-    """The tightest thresholds, one line each, of those whose figure is not the same in every run."""
+    """Return the tightest thresholds, one line each, of those whose figure differs between runs."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "at" in row and not is_bound(row["at"]):
@@ -315,7 +315,7 @@ def table(rows: Sequence[dict[str, Any]], most: int) -> list[str]:
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Tests that failed, a line each: beyond a threshold, and for another reason."""
+    """Return the tests that failed, one line each: beyond a threshold, and for another reason."""
     beyond = {(row["test"], row["setting"]) for row in rows if row.get("figure", 0) >= 1}
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for row in rows:

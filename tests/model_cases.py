@@ -1,4 +1,4 @@
-"""The shape of a small model, for tests of whatever needs one: two layers, two query heads a key/value head.
+"""The shape of a small model, for any test that needs one: two layers, two query heads per key/value head.
 
 Deliberately absent: policies. A config needs no torch until it is made into one.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_config(**changes: Any) -> ModelConfig:
-    """A config of width 32, with `changes`; head_dim is hidden_size / num_attention_heads unless given."""
+    """Return a config of width 32, with `changes`; head_dim is hidden_size / num_attention_heads unless given."""
     from thresher.policy.config import ModelConfig
 
     values: dict[str, Any] = {
@@ -35,8 +35,8 @@ def make_config(**changes: Any) -> ModelConfig:
 
 
 def stir(model: Any, seed: int = 3) -> Any:
-    """Make all parameters random, and return the model: biases and norms that a fresh one has would hide a mistake with
-    them. A matrix is drawn by its inputs, so that logits are of order 1 at every width."""
+    """Make all parameters random and return the model: the biases and norms of a fresh model would hide mistakes. A
+    matrix is scaled by its number of inputs, so that logits are of order 1 at every width."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

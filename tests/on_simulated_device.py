@@ -1,8 +1,8 @@
-"""The path of a GPU on the simulated device (tests/simcuda): a CPU's results, no hazard, no wait of the host where
-there must be none, and ceilings on launches, waits and nodes of graphs, which a change may only lower.
+"""Tests of a GPU's code path on the simulated device (tests/simcuda): a CPU's results, no hazard, no wait of the host
+where none is allowed, and ceilings on launches, waits and nodes of graphs, which a change may only lower.
 
-`make simcuda` runs it, and test_simulated_device.py in a process of its own, since torch keeps the device once it has
-it. References compute in the place of the Triton kernels unless SIMCUDA_KERNELS=1, which takes minutes.
+`make simcuda` runs this file, as does test_simulated_device.py in a separate process, because torch keeps the device
+once installed. References replace the Triton kernels unless SIMCUDA_KERNELS=1, which takes minutes.
 """
 
 import json
@@ -49,7 +49,7 @@ NO_STATEMENT = re.compile(r'\s*(#|"|import |from |\w+: (Literal|.*torch\.cuda\.\
 
 
 def lines_that_ask() -> dict[Path, dict[int, str]]:
-    """Return the product's lines that ask for CUDA, by file and number."""
+    """Return the product's lines that use CUDA, by file and number."""
     found: dict[Path, dict[int, str]] = {}
     for folder in ("common", "kernels", "policy", "retrieval", "engine", "cli"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -60,7 +60,7 @@ def lines_that_ask() -> dict[Path, dict[int, str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def lines_run(request: pytest.FixtureRequest) -> Iterator[set[tuple[str, int]]]:
-    """Collect the lines that run, of functions that ask for CUDA, where the slow tests run."""
+    """Collect the executed lines of functions that use CUDA, if the slow tests run."""
     ran = set[tuple[str, int]]()
     if KERNELS or request.config.getoption("-k") or "not slow" in (request.config.getoption("-m") or ""):
         yield ran
@@ -94,7 +94,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tables(once: Any, tiny_tokenizer: Any, tiny_index_folder: Path, tiny_questions: Any) -> dict[str, Any]:
-    """The recipe of train_cases.py for a model with heads of 16, the fewest that the kernels serve."""
+    """Return the recipe of train_cases.py for a model with heads of 16, the smallest size that the kernels serve."""
 
     def make(folder: Path) -> None:
         narrow = train_cases.make_config
@@ -110,7 +110,7 @@ def make(tables: dict[str, Any]) -> Callable[..., Recipe]:
     def make(device: str, **changes: dict[str, Any]) -> Recipe:
         small = {
             "run": {"steps": 2, "eval_every": 2, "eval_questions": 2, "save_every": 1},
-            # A large eps: else Adam's first step has the size of lr wherever a gradient is rounding alone.
+            # A large eps: otherwise Adam's first step has the size of lr wherever a gradient is only rounding.
             "optim": {"warmup_ratio": 0.0, "lr": 3e-2, "eps": 1e-2},
         }
         for name, keys in {**changes, "model": {**changes.get("model", {}), "device": device}}.items():
@@ -129,7 +129,7 @@ def tokens(run: Path, step: int) -> list[list[int]]:
 
 
 def assert_same(run: Path, cpu: Path, budget: float) -> None:
-    """The same tokens at each step; loss, gradient norm, KL and entropy within `budget` of theirs, relatively."""
+    """Check equal tokens at each step, and loss, gradient norm, KL and entropy within a relative `budget`."""
     ours, theirs = steps_of(run), steps_of(cpu)
     assert [one["step"] for one in ours] == [one["step"] for one in theirs]
     for one, other in zip(ours, theirs, strict=True):
@@ -146,7 +146,7 @@ FLOAT32 = {
     "moments in CPU memory": {"optim": {"offload": "moments"}},
     "reference in CPU memory": {"grpo": {"reference": "cpu"}, "optim": {"checkpoint_activations": "on"}},
     "several updates": {
-        # No clip: a ratio at its edge would fall on either side by rounding.
+        # No clip: rounding would decide a ratio at its edge.
         "grpo": {
             "old_logprobs": "recomputed",
             "updates_per_batch": 2,
@@ -169,8 +169,8 @@ FLOAT32 = {
 def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
     for name in ("cpu", "cuda"):
         train(make(name, **changes), tmp_path / name)
-    # Of two orders of float32 sums, through two updates, or through eight, which amplify rounding: up to 1.4e-3 over
-    # CPU settings and learning rates.
+    # Two orders of float32 sums, through two updates, or through eight, which amplify rounding: up to 1.4e-3 over CPU
+    # settings and learning rates.
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 3e-3 if changes == FLOAT32["several updates"] else 2e-4)
     assert simcuda.counts()["launches"] > 1000
 
@@ -183,7 +183,7 @@ def hybrid(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Recipe]:
-    """Return `make` for a model of Qwen3.5's layers."""
+    """Return `make` for a model with Qwen3.5's layers."""
     types = {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 16, 4)}
     shape = {"model_type": "qwen3_5_text", "head_dim": 16, "partial_rotary_factor": 0.5, **types}
     narrow = train_cases.make_config
@@ -194,7 +194,7 @@ def hybrid(
 
 @pytest.mark.slow
 def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Of Qwen3.5's layers: prefills by chunks, decode steps in graphs with a ring of states, shared prefixes."""
+    """Qwen3.5's layers: chunked prefills, decode steps in graphs with a ring of states, shared prefixes."""
     for name in ("cpu", "cuda"):
         train(hybrid(name), tmp_path / name)
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
@@ -206,8 +206,8 @@ def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path:
 def test_a_partial_run_is_the_cpu_s_up_to_the_versions(
     system: str, make: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """In which decode step a group ends is another matter on a GPU, and so which version draws the rest of another
-    group. Under versions 0 and 1, whose training data is the same, a token behind the same tokens of the same versions
+    """The decode step in which a group ends differs on a GPU, and with it the version that samples the rest of another
+    group. Under versions 0 and 1, whose training data is the same, a token after the same tokens of the same versions
     is the same."""
     changes = {
         "system": {"name": system},
@@ -231,7 +231,7 @@ def test_a_partial_run_is_the_cpu_s_up_to_the_versions(
 
 
 def drawn_by(record: dict[str, Any]) -> Iterator[tuple[int, int | None]]:
-    """Yield the ids of a trajectory, each with the version that drew it; None: the policy did not."""
+    """Yield the ids of a trajectory, each with the version that sampled it, or None if the policy did not."""
     for segment in record["segments"]:
         runs = segment.get("versions", [[None, len(segment["ids"])]])
         versions = [version for version, count in runs for _ in range(count)]
@@ -240,7 +240,7 @@ def drawn_by(record: dict[str, Any]) -> Iterator[tuple[int, int | None]]:
 
 @pytest.mark.slow
 def test_scores_are_the_cpu_s_and_cost_no_wait(make: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Log-probs of given texts: of prefills in graphs and not, read with the step after."""
+    """Log-probs of given texts, from prefills in graphs and without, are read one step later."""
     for name in ("cpu", "cuda"):
         train(make(name, system={"name": "igpo"}), tmp_path / name)
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
@@ -285,11 +285,11 @@ BFLOAT16 = {
 def test_in_bfloat16_rollout_and_update_agree(
     changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """Its bits are not the CPU's, so no sample is: what it drew with, the update finds again, up to rounding."""
+    """Its bits and samples are not the CPU's, but the update reproduces the rollout's log-probs up to rounding."""
     train(make("cuda", **changes, model={"dtype": "bfloat16"}), tmp_path / "run")
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2 and all(step["sampled_tokens"] > 100 for step in steps)
-    # Logits of a few units have a relative error of 2^-9 from each of some twenty roundings.
+    # Logits of a few units have a relative error of 2^-9 from each of about twenty roundings.
     assert all(step["logprob_gap"] < 0.05 and math.isfinite(step["grad_norm"]) for step in steps)
 
 
@@ -312,7 +312,7 @@ COMMANDS = {
 def test_a_command_runs(
     name: str, tables: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And `generate` writes what it does on the CPU."""
+    """`generate` also prints the same text as on the CPU."""
     questions = [{"id": f"q{n}", "question": "Who?", "golden_answers": ["Anna Bell"]} for n in range(12)]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     sft = {"data": str(tmp_path / "sft.jsonl"), "format": "closed-book", "steps": 2, "batch_size": 4}
@@ -343,7 +343,7 @@ def test_a_command_runs(
     assert name != "generate" or said["cuda"].out == said["cpu"].out
 
 
-# --- What the host waits for, and how much is launched
+# --- Waits of the host, and numbers of launches
 
 
 def waits(folder: str) -> set[str]:
@@ -355,13 +355,13 @@ def waits(folder: str) -> set[str]:
 
 DECODING_WAITS = {
     "self.done.synchronize()",  # a step's draws, or scores, are read
-    "with torch.cuda.graph(self.graph, pool=self.pool):",  # a capture begins
+    "with torch.cuda.graph(self.graph, pool=self.pool):",  # a capture starts
     "ended.synchronize()",  # the forwards before the first step of a run are timed
 }
 
 
 class Counted:
-    """What each call of a method added to the device's counts, and what `size` says of its arguments."""
+    """Records the device's counts that each call of a method adds, and the `size` of its arguments."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, owner: type, name: str, size: Callable[..., int] = lambda *args, **more: 0
@@ -385,10 +385,10 @@ class Counted:
 def test_what_a_step_launches_and_where_the_host_waits(
     make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ceilings for a model of two layers, references in the kernels' place. A change may only lower them.
+    """Checks ceilings for a model of two layers, with references in place of the kernels. A change may only lower them.
 
-    Which tokens are sampled depends on the CPU, and with them how many segments a tree of shared prefixes has. The
-    reference of attention computes each by launches of its own, by itself and against what is below it.
+    The sampled tokens depend on the CPU, and with them the number of segments in a tree of shared prefixes. The
+    reference of attention launches operations for each segment, by itself and against its descendants.
     """
 
     def runs(_: Updater, batch: MicroBatch, *more: Any) -> int:
@@ -426,7 +426,7 @@ def test_what_a_step_launches_and_where_the_host_waits(
 def test_graphs_outlive_updates(
     changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the first rollout are dropped: what an update takes is not known yet. Then each is captured once."""
+    """Graphs of the first rollout are dropped, because an update's memory is unknown; then each is captured once."""
     captured = Counter[tuple[int, int, int, float | None]]()
     plain = BucketStep._capture
 
@@ -450,11 +450,11 @@ def test_graphs_outlive_updates(
 
 
 def broken(run: Callable[[], object]) -> str:
-    """Return what the device says of a run that breaks a rule: its error, or its hazards."""
+    """Return the device's report of a run that breaks a rule: its error, or its hazards."""
     try:
         run()
         said = ""
-    except Exception as error:  # whatever trips over the consequences
+    except Exception as error:  # any error that follows from the broken rule
         said = str(error)
     found = [f"{kind}: {what}" for kind, what in simcuda.hazards()]
     simcuda.reset()
@@ -463,7 +463,7 @@ def broken(run: Callable[[], object]) -> str:
 
 @pytest.fixture
 def samples(tables: dict[str, Any]) -> Callable[[], object]:
-    """Decode some steps on the device."""
+    """Return a function that decodes some steps on the device."""
 
     def run() -> object:
         folder = Path(tables["model"]["path"])
@@ -521,7 +521,7 @@ def test_a_stream_that_does_not_wait_is_seen(
 def test_a_result_that_is_read_before_it_arrived_is_seen(
     samples: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer whose copy has not arrived holds 0x7A in every byte."""
+    """Every byte of a buffer whose copy has not arrived is 0x7A."""
     plain, codes = batch_state.DrawnRows.read, list[int]()
 
     def read(self: batch_state.DrawnRows, count: int) -> batch_state.Drawn:
@@ -530,7 +530,7 @@ def test_a_result_that_is_read_before_it_arrived_is_seen(
         return drawn
 
     monkeypatch.setattr(batch_state.DrawnRows, "read", read)
-    with pytest.raises(KeyError):  # there is no such stop
+    with pytest.raises(KeyError):  # no stop has this code
         samples()
     assert codes[0] == 0x7A7A7A7A
 
@@ -592,7 +592,7 @@ def test_a_fault_is_seen(name: str) -> None:
 
 
 def test_what_is_right_is_no_hazard() -> None:
-    """Waits, recorded streams, events and fresh memory."""
+    """Waits, recorded streams, events and fresh memory are fine."""
     other, x, host = torch.cuda.Stream(), pinned(3).to("cuda", non_blocking=True), torch.zeros(3, pin_memory=True)
     assert torch.empty(3, device="cuda").isnan().all()
     other.wait_stream(torch.cuda.current_stream())
@@ -609,7 +609,7 @@ def test_what_is_right_is_no_hazard() -> None:
     assert simcuda.counts()["syncs"] == before and y.tolist() == [2.0] * 4
 
 
-# --- Every line that asks for CUDA
+# --- Every line that uses CUDA
 
 KERNEL = "Triton's kernels, in whose place references compute"
 RANKS = "several ranks"
@@ -645,7 +645,7 @@ UNRUN = {
 def test_each_line_that_asks_for_cuda_ran_or_has_a_reason(
     lines_run: set[tuple[str, int]], request: pytest.FixtureRequest
 ) -> None:
-    """Of each file the number of those that did not; it may only fall."""
+    """Compares the number of such lines in each file; it may only decrease."""
     if request.config.getoption("-k") or KERNELS:
         pytest.skip("not all tests were run as they are counted")
     unrun = [

@@ -1,4 +1,4 @@
-"""Runs of several ranks in tests: processes over gloo that play scenarios (rank_worker.py), and a recipe for them."""
+"""Runs of several ranks in tests: processes over gloo that run scenarios (rank_worker.py), and a recipe for them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LR = 1e-2
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives away by itself, for minutes may pass before the last of them is taken."""
+    """Return free ports below the system's ephemeral range, because minutes may pass before the last one is used."""
     ports: list[int] = []
     for port in random.Random(os.getpid()).sample(range(15_000, 32_000), 1000):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -42,8 +42,8 @@ def small(base: dict[str, dict[str, Any]], **changes: dict[str, Any]) -> Recipe:
 
 
 def play(folder: Path, scenarios: list[dict[str, Any]], killed: int | None = None) -> None:
-    """Run the scenarios one after the other, in as many processes as the largest has ranks. killed: the rank that ends
-    by SIGKILL, in the last of them."""
+    """Run the scenarios in order, with as many processes as the largest has ranks. killed: the rank that ends by
+    SIGKILL, in the last scenario."""
     for each, port in zip(scenarios, free_ports(len(scenarios)), strict=True):
         each["port"] = port
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
@@ -59,6 +59,6 @@ def play(folder: Path, scenarios: list[dict[str, Any]], killed: int | None = Non
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two models, or two optimisers' states, of the same names, shapes and dtypes."""
+    """Return the largest difference of two models, or two optimiser states, of the same names, shapes and dtypes."""
     assert {name: (x.shape, x.dtype) for name, x in one.items()} == {n: (x.shape, x.dtype) for n, x in other.items()}
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)

@@ -1,14 +1,14 @@
-"""What one rank does in the tests of several ranks. Run as a script, once a process, in one of two ways:
+"""One rank in the tests of several ranks. Run as a script, once per process, in one of two ways:
 
-    python rank_worker.py SCENARIOS RANK       several runs one after the other, each in a process group of its own
-    torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 comes to WHAT in step 2
+    python rank_worker.py SCENARIOS RANK       several runs in order, each in a separate process group
+    torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 meets WHAT in step 2
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
 to `out` without its checkpoint of step 2, "copied": another scenario's run to copy to it, "interrupted": the rank that
-gets SIGTERM in its third rollout, "struck": [rank, a key of PLACES, n, "SIGKILL", "SIGTERM" or "error"]: what comes to
-the rank at its n-th call there}.
-A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error, and the
-paths in OUT that it has changed to OUT.RANK.changed.
+gets SIGTERM in its third rollout, "struck": [rank, a key of PLACES, n, "SIGKILL", "SIGTERM" or "error"]: the event at
+the rank's n-th call there}.
+A process whose rank is not below "ranks" skips a scenario. An exception is written to OUT.RANK.error, and the changed
+paths in OUT to OUT.RANK.changed.
 """
 
 import json
@@ -46,13 +46,13 @@ changed: list[str] = []
 
 
 def note_change(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note paths that this process makes, opens to write, renames or removes: an audit hook."""
+    """Record paths that this process makes, opens to write, renames or removes, as an audit hook."""
     if event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE):
         changed.extend(os.fspath(path) for path in arguments if isinstance(path, str | Path))
 
 
 def play(scenario: dict[str, Any], rank: int) -> None:
-    """One scenario."""
+    """Run one scenario."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -90,13 +90,13 @@ def play(scenario: dict[str, Any], rank: int) -> None:
 
 
 def copy_until_step_1(source: Path, out: Path) -> None:
-    """A run as it was before its checkpoint of step 2."""
+    """Copy a run as it was before its checkpoint of step 2."""
     shutil.copytree(source, out)
     shutil.rmtree(out / "checkpoints" / "step_000002")
 
 
 def interrupt_rollout(number: int) -> None:
-    """Let SIGTERM come when this process begins with its rollout of that number."""
+    """Send SIGTERM to this process when it starts the rollout with this number."""
     calls = [0]
 
     def interrupting(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def interrupt_rollout(number: int) -> None:
 
 
 def strike(place: str, number: int, what: str) -> None:
-    """Let a signal or an error come where `place` is called for this time."""
+    """Send a signal or raise an error at the call of `place` with this number."""
     wanted, calls = getattr(*PLACES[place]), [0]
 
     def struck(*arguments: Any, **options: Any) -> Any:
@@ -136,8 +136,8 @@ def play_all(file: str, rank: int) -> None:
 
 
 def fail_in_step_2(what: str) -> None:
-    """Let rank 1 be killed, or find bad input, in the rollout of step 2: when all ranks have come together for its
-    weights, and rank 0 has saved step 1."""
+    """Kill rank 1, or raise an input error in it, in the rollout of step 2: after all ranks have met for its weights,
+    and rank 0 has saved step 1."""
     collect = GrpoStep.collect
 
     def fail(*_: Any, **__: Any) -> None:

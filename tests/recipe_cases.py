@@ -1,4 +1,4 @@
-"""What the tests of recipes share: the smallest and a full one, a place to write them, the words of a refusal."""
+"""Shared by the tests of recipes: the smallest and a full one, a function that writes them, and error messages."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ replies = "replies.jsonl"
 
 
 def writer(folder: Path) -> Any:
-    """Writes a recipe into the folder and says where it is."""
+    """Return a function that writes a recipe into the folder and returns its path."""
 
     def write(text: str, name: str = "r.toml") -> Path:
         path = folder / name
@@ -70,7 +70,7 @@ def writer(folder: Path) -> Any:
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The message of the UserError, the folder cut off."""
+    """Return the message of the UserError, without the folder."""
     with pytest.raises(UserError) as caught:
         load_recipe(path, overrides)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""What the tests of the report share: a run folder, the records of steps and evaluations, trajectories, a page read."""
+"""Shared by the tests of the report: a run folder, records of steps and evaluations, trajectories, a page parser."""
 
 import base64
 from html.parser import HTMLParser
@@ -14,7 +14,7 @@ CHARTS: dict[str, Any] = {"kl_value": "k2", "beta": 0.02, "max_grad_norm": 1.0, 
 
 
 def step_record(step: int, **changes: Any) -> dict[str, Any]:
-    """A record with every key of the training loop that the report reads."""
+    """Return a record with every key of the training loop that the report reads."""
     record = {
         "step": step,
         "questions": 16,
@@ -90,13 +90,13 @@ def make_run(path: Path, model: str = "nowhere", **sections: dict[str, Any]) -> 
 
 
 class Page(HTMLParser):
-    """A page's text, the pictures it shows and the elements that are open; fails on a wrong nesting."""
+    """A page's text, its pictures and the open elements; fails on wrong nesting."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
-        self.pictures: dict[str, bytes] = {}  # by what is said of them
+        self.pictures: dict[str, bytes] = {}  # by alternative text
         self.texts: list[str] = []
         self.feed(text)
         assert self.open == []

@@ -1,4 +1,4 @@
-"""A retriever that does what a query says, a server's description, and one request to a server."""
+"""A retriever controlled by its queries, a server's description, and one request to a server."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ SERVED = Served(passages=9, kind="flat", corpus_sha256="ab" * 32, identity="0123
 
 
 class Scripted(Retriever):
-    """Finds passages named after the query; does at once, or slowly, or never, what a query says."""
+    """Returns passages named after the query; a query can also make it fail, or the test make it wait."""
 
     def __init__(self, passages: int = 9) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Scripted(Retriever):
 def ask(
     server: Server | str, path: str, body: Any = None, method: str | None = None
 ) -> tuple[int, Any, dict[str, str]]:
-    """(status, parsed JSON or text, headers) of one request on a connection of its own; `body` is JSON unless bytes."""
+    """Return (status, parsed JSON or text, headers) of one request on a new connection; `body` is JSON unless bytes."""
     address = (server if isinstance(server, str) else server.url).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=20)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()

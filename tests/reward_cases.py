@@ -1,4 +1,4 @@
-"""What the tests of the papers' rewards share: their parts, transcripts in shorthand, and transcripts that nobody would
+"""Shared by the tests of the papers' rewards: their parts, transcripts in shorthand, and transcripts that nobody would
 write."""
 
 from typing import Any
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thresher.rewards import RewardInput, Source, TextSegment
 
-# The parts of each system's own reward, a row a system; the measures among what it hands back are not in it.
+# The parts of each system's own reward, one row per system, without the measures among its results.
 PARTS = {
     "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
     | {"length", "length_rationale", "length_evidence"},
@@ -29,7 +29,7 @@ LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": S
 
 
 def transcript(*parts: str) -> list[TextSegment]:
-    """Pieces from "p:text", the letter naming the source: question, policy, retrieved, feedback."""
+    """Return pieces from "p:text", where the letter names the source: question, policy, retrieved, feedback."""
     return [TextSegment(LETTERS[part[0]], part[2:].encode()) for part in parts]
 
 

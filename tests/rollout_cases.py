@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: jobs to run, what to compare two trajectories by, a system of one's own."""
+"""Shared by the tests of rollouts: jobs, comparable records of trajectories, and a user-defined system."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,13 +25,13 @@ def make_jobs(questions: Sequence[Question], samples: int = 1) -> list[Job]:
 
 
 def record(trajectory: Trajectory) -> tuple[Any, ...]:
-    """Everything about a trajectory but its place in the batch; floats are compared by their bits."""
+    """Return everything about a trajectory except its place in the batch; floats are compared by their bits."""
     segments = [(s.source, s.ids, [x.hex() for x in s.logprobs], s.stop, s.trailing) for s in trajectory.segments]
     return trajectory.question_id, trajectory.reason, trajectory.searches, segments
 
 
 def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temperature: float) -> None:
-    """What was recorded at sampling is the log-prob that a fresh forward over the finished ids computes."""
+    """Check that recorded log-probs are those of a fresh forward over the finished ids."""
     trained = [context for one in trajectories for context in trained_contexts(one)]
     written = [(context.ids, context.positions, context.logprobs, temperature) for context in trained]
     assert_logprobs_are_fresh(run.policy, run.tokenizer.vocab_size, written)

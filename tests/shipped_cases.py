@@ -1,9 +1,9 @@
 """The recipes of training runs that come with Thresher, cut down to what a CPU runs in a second or two.
 
-Kept is all that a recipe and its system's preset decide: protocol, prompt, rewards, dtype, adapters, judge, optimiser,
-updates a batch. Cut are layers, widths and the vocabulary, with the query heads a key/value head and the tied or own
-head that the size has; questions, samples and lengths. The weights are random, so no answer is right: an entropy
-bonus stands in for the reward's gradient, so that the weights have to move.
+All that a recipe and its system's preset decide is kept: protocol, prompt, rewards, dtype, adapters, judge, optimiser,
+updates per batch. Layers, widths and the vocabulary are cut, but not the query heads per key/value head and the tied or
+untied head of the size; so are questions, samples and lengths. The weights are random, so that no answer is right: an
+entropy bonus replaces the reward's gradient, so that the weights must move.
 """
 
 import json
@@ -24,7 +24,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
 ROOT = Path(__file__).parents[1]
-# All but those of SFT.
+# All except those of SFT.
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
 OWN_MODEL = ("demo", "world")
 SIZES = ("7B", "3B", "1.5B", "0.5B")
@@ -38,14 +38,14 @@ QUESTIONS, GROUP, LR, STEPS = 2, 2, 1e-3, 2
 
 @dataclass
 class World:
-    """What the runs read."""
+    """The inputs of the runs."""
 
     folder: Path
     tokenizer: Tokenizer
     index: Path
 
     def model(self, path: Path, named: str) -> Path:
-        """The folder of a model cut from the one that a recipe names, or from the config beside it."""
+        """Return the folder of a model cut from the one that a recipe names, or from the config next to it."""
         size = next((size for size in SIZES if f"-{size}-" in named), "0.5B")
         if path.parent.name in OWN_MODEL:
             beside = json.loads((path.parent / "config.json").read_text("utf-8"))
@@ -62,7 +62,7 @@ class World:
         return folder
 
     def judge(self, named: str) -> Path:
-        """The folder of a classifier of the kind that a recipe names, with random weights."""
+        """Return the folder of a classifier of the kind that a recipe names, with random weights."""
         folder = self.folder / Path(named).name
         if not folder.exists():
             if "deberta" in named:
@@ -78,14 +78,14 @@ class World:
 
 
 def cut(config: ModelConfig) -> ModelConfig:
-    """Two layers and one key/value head with the query heads that it has here, 8 wide."""
+    """Return two layers and one key/value head with the config's query heads per key/value head, 8 wide."""
     heads = config.num_attention_heads // config.num_key_value_heads
     narrow = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 8 * heads}
     return config.replace(num_hidden_layers=2, intermediate_size=48, **narrow)
 
 
 def make_world(folder: Path, tokenizer: Tokenizer, index: Path, questions: Sequence[Question]) -> World:
-    """Questions that bring two passages, of which the first is gold."""
+    """Write questions that contain two passages, of which the first is gold."""
     records = [
         {
             "id": each.id,
@@ -101,7 +101,7 @@ def make_world(folder: Path, tokenizer: Tokenizer, index: Path, questions: Seque
 
 
 def shortened(path: Path, world: World, url: str) -> Recipe:
-    """The recipe with its paths filled in, and of everything little."""
+    """Return the recipe with its paths filled in and all of its sizes small."""
     whole = read_run_recipe(path, [])
     retrieval = whole.retrieval or RetrievalSection()
     changes = {
@@ -125,7 +125,7 @@ def shortened(path: Path, world: World, url: str) -> Recipe:
     }
     if whole.rollout.trees:
         changes |= {"rollout.trees": 1, "rollout.tree_nodes": GROUP - 1}
-    if path.parent.name in OWN_MODEL:  # whose commands bring a short prompt
+    if path.parent.name in OWN_MODEL:  # whose commands set a short prompt
         changes["system.template"] = ROOT / "recipes" / "demo" / "prompt.txt"
     else:
         changes["rollout.max_context"] = 2560  # room for the paper's prompt in a vocabulary of 380 tokens

@@ -1,8 +1,8 @@
 """`thresher bench gpu-check` with small sizes, for the simulated device: `simulated_gpu_check.py RESULTS [PART ..]`.
 
-The parts, their commands and tables are gpu-check's own, in the place of whose `parts` it puts them; arguments behind a
-command's own override its sizes, and limits are wide.
-What compiles Triton or runs a program of CUDA is left out, or says so in its row.
+It replaces gpu-check's `parts` with the same commands and tables, whose sizes are overridden by further arguments and
+whose limits are wide.
+Parts that compile Triton or run a CUDA program are left out, or say so in their row.
 """
 
 import sys
@@ -27,7 +27,7 @@ PARTS = gpu_check.parts()
 
 
 def main(results: str, *names: str) -> str | None:
-    """Run the parts of these names, all for none; return what `thresher bench gpu-check` would end with."""
+    """Run the parts with these names, all by default; return the final message of `thresher bench gpu-check`."""
     assert {part.name for part in PARTS} == SMALL.keys()
     small = tuple(replace(part, command=(*part.command, *SMALL[part.name]), seconds=600.0) for part in PARTS)
     gpu_check.parts = lambda: small

@@ -1,4 +1,4 @@
-"""Plain torch in the place of Triton's kernels, which take the interpreter minutes. The rest of a GPU's path stays."""
+"""Plain torch in place of Triton's kernels, which take the interpreter minutes. The rest of a GPU's path stays."""
 
 import pytest
 import simcuda
@@ -17,9 +17,9 @@ def without_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layers, "_has_triton", lambda: False)
     patch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     patch.setattr(update, "load_forest_attention", lambda *_: MatmulAttention())
-    # A kernel leaves out rows that fill a bucket up; the reference computes them.
+    # A kernel skips rows that pad a bucket; the reference computes them.
     patch.setattr(decoder_cuda, "PREFILL_ROWS", (32, 128))
     patch.setattr(decoder_cuda, "PREFILL_RUNS", 4)
-    store = simcuda.one_launch(layers.rotate_and_store)  # the reference asks which rows to store
+    store = simcuda.one_launch(layers.rotate_and_store)  # the reference reads which rows to store
     for module in (decoder_cuda, kv_cache):
         patch.setattr(module, "rotate_and_store", store)

@@ -8,7 +8,7 @@ from thresher.common.records import RecordLog
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
-    """The records of a file that may still be growing, each as it was handed in."""
+    """Return the records of a file that may still be growing, each as it was appended."""
     assert path.is_file(), path
     return [record for _, record in RecordLog(path).recover()]
 

@@ -1,4 +1,4 @@
-"""The surrogates of kernels/objective.py, each written out again by its paper's formula for one sequence."""
+"""The surrogates of kernels/objective.py, each written again from its paper's formula for one sequence."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def sapo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
 def dppo(logp: Tensor, old: Tensor, A: Tensor, kl: bool) -> Tensor:
     worth = []
     for new, before, a in zip(logp, old, A, strict=True):
-        p, q = float(new.detach().exp()), min(math.exp(float(before)), 1.0)  # a drawn "old" may lie above 0
+        p, q = float(new.detach().exp()), min(math.exp(float(before)), 1.0)  # a random "old" may be above 0
         far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if kl and q < 1 else abs(p - q)
         if kl and q == 1:
             far = -math.log(p)
@@ -42,7 +42,7 @@ def gspo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
 
 
 def gmpo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
-    """Its product of ratios, clipped by token, to the power 1/n; the gradient by the token's own factor."""
+    """Return its product of ratios, clipped per token, to the power 1/n; the gradient has the token's own factor."""
     log = logp - old
     low, high = math.log(1 - LOW), math.log(1 + HIGH)
     bound = torch.where(A > 0, log.clamp(max=high), torch.where(A < 0, log.clamp(min=low), log))

@@ -1,7 +1,7 @@
-"""Test how many files a GRPO step and a decoder step pass through, by a run-time trace. Limits are only ever lowered.
+"""Test how many files a GRPO step and a decoder step pass through, by a run-time trace. Limits may only be lowered.
 
-A move is a change of file, counted once for a pair of files; a return is a move into a file that was left before. Files
-that take turns in a loop count once.
+A move is a change of file, counted once per pair of files; a return is a move into a file that was left before. Files
+that alternate in a loop count once.
 """
 
 import sys
@@ -24,7 +24,7 @@ STEP, TOKEN = (37, 78), (14, 20)  # files, returns
 
 
 class Journey:
-    """Our files in the order in which calls and returns pass through them, while `traced` functions run."""
+    """Records our files in the order in which calls and returns pass through them, while `traced` functions run."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -65,7 +65,7 @@ class Journey:
 
 
 def file_of(frame: FrameType) -> str | None:
-    """Return the path of a frame's file in the checkout; None where it is no product file."""
+    """Return the path of a frame's file in the checkout, or None if it is not a product file."""
     path = Path(frame.f_code.co_filename)
     if ROOT not in path.parents:
         return None
@@ -75,7 +75,7 @@ def file_of(frame: FrameType) -> str | None:
 
 @pytest.fixture
 def recipe(make_recipe: Callable[..., Recipe], tiny_model_config: ModelConfig, tmp_path: Path) -> Recipe:
-    """One step of the demo's system, with a model that writes nothing that searches."""
+    """Return a recipe of one step of the demo's system, with a model that never searches."""
     plain = make_recipe()
     init_policy(tiny_model_config, 0).save(tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_bytes((Path(plain.model.path) / "tokenizer.json").read_bytes())

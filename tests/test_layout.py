@@ -15,7 +15,7 @@ DECODING = ("engine.decoding.blocks", "engine.decoding.scheduler", "engine.decod
 
 @pytest.mark.parametrize("absent", ["torch", "optional"])
 def test_light_modules_load_neither_torch_nor_what_is_optional(absent: str) -> None:
-    """`thresher --help` and the file formats need neither transformers nor trl, not even where they are installed."""
+    """`thresher --help` and the file formats must not load transformers or trl, even where they are installed."""
     modules = {
         "torch": (*DECODING, "engine.config.recipe", "engine.store.run_folder", "policy.config", "rewards", "cli.main"),
         "optional": ("cli.main", "policy", "retrieval", "rewards"),
@@ -28,7 +28,7 @@ def test_light_modules_load_neither_torch_nor_what_is_optional(absent: str) -> N
 @pytest.mark.parametrize("name", ["kernels", "engine", "policy", "rewards"])
 def test_a_plain_name_is_not_our_folder(name: str) -> None:
     """Other packages probe for plain names (transformers for `kernels`) and must not find ours. `pytest` keeps the
-    current folder out of the path; `python -m pytest` would not, but for PYTHONSAFEPATH=1."""
+    current folder out of the path; `python -m pytest` needs PYTHONSAFEPATH=1 for that."""
     found = importlib.util.find_spec(name)
     places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
     assert not [place for place in places if place and Path(place).resolve().is_relative_to(ROOT / name)]
@@ -40,7 +40,7 @@ def test_every_folder_is_a_package_and_no_test_is() -> None:
     assert all((ROOT / folder / "__init__.py").is_file() for folder in FOLDERS)
     assert not (ROOT / "tests" / "__init__.py").exists()
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) == len(set(names))  # importlib's import mode needs no more than that
+    assert len(names) == len(set(names))  # importlib's import mode requires nothing else
 
 
 def test_tests_lie_in_the_folders_of_what_they_test() -> None:
@@ -60,7 +60,7 @@ def test_our_folders_are_imported_from_thresher() -> None:
 
 
 def tracked() -> list[Path]:
-    """Text files under version control."""
+    """Return the text files under version control."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -70,10 +70,10 @@ def tracked() -> list[Path]:
 
 
 def forbidden() -> re.Pattern[str]:
-    """Put together from pieces, so that this file does not name them either."""
+    """Return the pattern, built from pieces, so that this file does not contain the names either."""
     homes = "|".join(("work", "home", "root", "Users"))
     hosts = "|".join(("py" + r"pi\.org", "python" + "hosted", "conda" + r"\.org", "npm" + r"js\.", "index" + "-url"))
-    return re.compile(rf"(?<![\w.}}~>*])/(?:{homes})/\w|{hosts}|^[<>]{{7}} ")  # the last: what a merge leaves behind
+    return re.compile(rf"(?<![\w.}}~>*])/(?:{homes})/\w|{hosts}|^[<>]{{7}} ")  # the last: leftovers of a merge
 
 
 def test_tracked_files_name_no_path_of_a_machine_no_registry_and_no_conflict() -> None:

@@ -1,4 +1,4 @@
-"""What is recorded of a test's thresholds: each kind of comparison, other seeds, and the table."""
+"""Tests of the recorded thresholds: each kind of comparison, other seeds, and the table."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_other_seeds_give_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = drawn()
     for module, name in ((torch, "Generator"), (torch, "manual_seed"), (np.random, "default_rng")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
     shift_seeds(1)
     assert all(one != other for one, other in zip(drawn(), before, strict=True))
     shift_seeds(-1)

@@ -1,4 +1,4 @@
-"""What an installation holds: one version everywhere, types for users, names that can be found."""
+"""Tests of an installation: one version everywhere, types for users, and names that can be found."""
 
 import importlib.util
 import re
@@ -29,7 +29,7 @@ def test_thresher_is_one_package_whose_types_are_used() -> None:
 
 
 def test_setup_names_every_package_and_the_page(tmp_path: Path) -> None:
-    """What setuptools would build, without building it."""
+    """Check what setuptools would build, without building it."""
     words = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode and "No module named 'setuptools'" in done.stderr:

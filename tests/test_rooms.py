@@ -1,4 +1,4 @@
-"""Test that a folder imports only from folders below it, and that no file imports itself by way of others."""
+"""Test that a folder imports only from folders below it, and that there are no import cycles."""
 
 from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from layout_cases import imported_files, sources
 
-# From low to high: a room imports from itself and from rooms on earlier lines, never from one beside it.
+# From low to high: a room imports from itself and from rooms on earlier lines, never from one on the same line.
 ROOMS = (
     ("common",),
     ("kernels", "rewards", "recipes"),
@@ -51,12 +51,12 @@ ROOMS = (
     ("cli/__main__.py",),
 )
 LEVEL = {room: level for level, line in enumerate(ROOMS) for room in line}
-SPLIT = ("retrieval", "engine", "bench", "cli")  # packages whose own files are a room each
-WHOLE = ("policy",)  # rooms with what lies in their folders: families of models
+SPLIT = ("retrieval", "engine", "bench", "cli")  # packages in which each file is a separate room
+WHOLE = ("policy",)  # rooms that include their subfolders: families of models
 
 
 def room_of(path: str) -> str:
-    """The room of a file: the file itself at the top of a package in SPLIT, else its folder."""
+    """Return the room of a file: the file itself at the top of a package in SPLIT, otherwise its folder."""
     folder = path.rpartition("/")[0]
     whole = next((room for room in WHOLE if f"{folder}/".startswith(f"{room}/")), folder)
     return path if folder in SPLIT else whole
@@ -67,7 +67,7 @@ def is_package(path: str) -> bool:
 
 
 def from_above(path: str, source: str) -> list[str]:
-    """What a file imports from rooms that do not lie below its own."""
+    """Return the imports of a file from rooms that are not below its own."""
     here = room_of(path)
     return [
         f"{path} ({here}) imports {there}"
@@ -77,7 +77,7 @@ def from_above(path: str, source: str) -> list[str]:
 
 
 def cycle(graph: Mapping[str, Collection[str]]) -> list[str]:
-    """A cycle of a graph of imports, in order; empty where there is none."""
+    """Return a cycle of a graph of imports, in order, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -99,7 +99,7 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "wrong"),
     [
-        ("engine/rollout/a.py", "from thresher.engine.scoring.score import x", 1),  # beside it
+        ("engine/rollout/a.py", "from thresher.engine.scoring.score import x", 1),  # on the same level
         ("engine/rollout/a.py", "def f():\n    from thresher.engine.training.train import x", 1),
         ("kernels/a.py", "from thresher.policy.config import x", 1),
         ("rewards/a.py", "if True:\n    from thresher.kernels import loss", 1),

@@ -1,6 +1,6 @@
-"""The path of a GPU, where there is none: on_simulated_device.py, the decoder's own tests and gpu-check, simulated.
+"""Tests of a GPU's code path without a GPU: on_simulated_device.py, the decoder's own tests and gpu-check, simulated.
 
-In a process of its own, since torch keeps the device. `make simcuda` runs the same with Triton's kernels, interpreted.
+They run in a separate process, because torch keeps the device. `make simcuda` runs the same with interpreted kernels.
 """
 
 import os
@@ -49,7 +49,7 @@ def test_the_decoder_s_own_tests() -> None:
 
 
 def begin_gpu_check(results: Path, *parts: str) -> subprocess.Popen[str]:
-    """Start gpu-check with small sizes; its output is a pipe of text. Every process that it starts has the device."""
+    """Start gpu-check with small sizes; its output is a text pipe. Every process that it starts has the device."""
     before = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join([str(HERE / "simulated_site"), str(HERE), *([before] if before else [])])
     env = environment(SIMCUDA="1", TRITON_INTERPRET="1", PYTHONPATH=path, PYTHONUNBUFFERED="1")
@@ -60,7 +60,7 @@ def begin_gpu_check(results: Path, *parts: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_gpu_check_ends_with_its_table(tmp_path: Path) -> None:
     names = ("smoke", "tests", "tuning", "loss", "attention", "decode", "rollout", "step")
-    process = begin_gpu_check(tmp_path, *names)  # racecheck wants a GPU, where compute-sanitizer is installed
+    process = begin_gpu_check(tmp_path, *names)  # racecheck needs a GPU if compute-sanitizer is installed
     said, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, said[-6000:]
     (table,) = tmp_path.glob("check-*.txt")
@@ -70,7 +70,7 @@ def test_gpu_check_ends_with_its_table(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_gpu_check_leaves_its_table(tmp_path: Path) -> None:
-    """Killed at a moment of the second part, which no seed decides: any will do."""
+    """The kill comes at a random moment of the second part: any must do."""
     process = begin_gpu_check(tmp_path, "loss", "attention")
     assert process.stdout is not None
     said = ""
@@ -82,7 +82,7 @@ def test_a_killed_gpu_check_leaves_its_table(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.communicate()
-    for child in children:  # the part, in a group of its own
+    for child in children:  # the part, which has its own process group
         with suppress(ProcessLookupError):
             os.killpg(int(child), signal.SIGKILL)
     (table,) = tmp_path.glob("check-*.txt")

@@ -1,4 +1,4 @@
-"""What tests of token pages share: a page's data and elements, and what a scenario does on it."""
+"""Shared by the tests of token pages: a page's data and elements, and the steps of a scenario."""
 
 import base64
 import json

@@ -1,6 +1,6 @@
-"""Tokenizers in the shape of other families' files, made here: pre-tokenizer, post-processor, control tokens, template.
+"""Tokenizers in the form of other families' files, made here: pre-tokenizer, post-processor, control tokens, template.
 
-Nothing is taken from a published file but its shape; the texts that BPE learns from are the tests' own.
+Only the form is taken from published files; BPE is trained on the tests' own texts.
 """
 
 import json
@@ -60,7 +60,7 @@ R1_TEMPLATE = """{{- bos_token }}{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}
 """
 QWEN3_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-# The control flow of Qwen3's: from which message on thoughts are kept, and a switch that leaves them out.
+# The control flow of Qwen3's: the message from which thoughts are kept, and a switch that omits them.
 QWEN3_TEMPLATE = """{%- set ns = namespace(open=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
@@ -94,7 +94,7 @@ QWEN3_TEMPLATE = """{%- set ns = namespace(open=true, last=messages|length - 1) 
 
 
 def _table(words: str, controls: tuple[str, ...]) -> dict[str, Any]:
-    """A tokenizer.json: byte-level BPE with these control tokens behind its vocabulary."""
+    """Return a tokenizer.json: byte-level BPE with these control tokens after its vocabulary."""
     import tokenizers
 
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -127,7 +127,7 @@ def _write(folder: Path, table: dict[str, Any], settings: dict[str, Any]) -> Pat
 
 
 def _begins_with(begin: str, token: int) -> dict[str, Any]:
-    """The post-processor that puts the control token `begin` before a text."""
+    """Return the post-processor that puts the control token `begin` before a text."""
     one, first, second = (
         {"SpecialToken": {"id": begin, "type_id": 0}},
         *({"Sequence": {"id": text, "type_id": number}} for number, text in enumerate("AB")),
@@ -141,8 +141,8 @@ def _begins_with(begin: str, token: int) -> dict[str, Any]:
 
 
 def write_llama_tokenizer(folder: Path) -> Path:
-    """Llama 3's: numbers cut in threes, whole words looked up before merges, a post-processor that puts the begin of
-    text before a text. " zoology" is a token that no merges make."""
+    """Write Llama 3's: numbers split in threes, whole words looked up before merges, a post-processor that prepends the
+    begin of text. " zoology" is a token that no merges make."""
     table = _table(LLAMA_WORDS, ())
     table["model"]["ignore_merges"] = True
     table["model"]["vocab"]["Ġzoology"] = len(table["model"]["vocab"])
@@ -157,7 +157,7 @@ def write_llama_tokenizer(folder: Path) -> Path:
 
 
 def write_r1_tokenizer(folder: Path) -> Path:
-    """R1-Distill-Qwen's: the words as Qwen2 cuts them; the begin of text by both of its files."""
+    """Write R1-Distill-Qwen's: words split as by Qwen2; the begin of text set in both of its files."""
     table = _table(LLAMA_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"), R1_TOKENS)
     table["post_processor"] = _begins_with(R1_TOKENS[0], table["added_tokens"][0]["id"])
     begin, end = ({"__type": "AddedToken", "content": content} for content in R1_TOKENS[:2])
@@ -166,7 +166,7 @@ def write_r1_tokenizer(folder: Path) -> Path:
 
 
 def write_qwen35_tokenizer(folder: Path) -> Path:
-    """Qwen3.5's: Qwen3's, whose words hold combining marks as letters."""
+    """Write Qwen3.5's: Qwen3's, whose words include combining marks as letters."""
     letters = LLAMA_WORDS.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
     table = _table(letters.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"), QWEN3_TOKENS)
     table["normalizer"] = {"type": "NFC"}
@@ -175,7 +175,7 @@ def write_qwen35_tokenizer(folder: Path) -> Path:
 
 
 def write_qwen3_tokenizer(folder: Path) -> Path:
-    """Qwen3's: Qwen2's with more control tokens and a template that knows thoughts; nothing before a text."""
+    """Write Qwen3's: Qwen2's with more control tokens and a template that handles thoughts; nothing before a text."""
     table = _table(LLAMA_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"), QWEN3_TOKENS)
     table["normalizer"] = {"type": "NFC"}
     settings = {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

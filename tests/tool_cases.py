@@ -1,6 +1,6 @@
 """A system whose episodes call a tool, and that tool, in one file."""
 
-# What the tool returns depends on how often it was called, so that a run repeats from its record alone.
+# The tool's result depends on how often it was called, so that a run repeats from its record alone.
 LOOKING = """
 import itertools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A small training run: the policy, questions and recipe that it is made of, and what to compare two of them by."""
+"""A small training run: the policy, questions and recipe of it, and comparisons of two runs."""
 
 import json
 import os
@@ -32,16 +32,16 @@ from thresher.retrieval.questions import Question
 Make = Callable[..., Recipe]
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
-# And digests of what has them in it.
+# Also digests of data that contains timings.
 TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "sha256", "digest"}
-# How much one forward wrote follows from what could be guessed, and a run that was resumed has nothing to guess from;
-# and from when a server answered.
+# The number of tokens per forward depends on the drafts, and a resumed run has no history to draft from; it also
+# depends on when a server answered.
 FORWARDS = {"forwards", "forward_rows", "drafted_tokens", "accepted_tokens", "search_calls", "slots_busy"}
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Sums depend on the number of threads, and a subprocess must have as many."""
+    """Use one thread, because sums depend on the number of threads, and a subprocess must use the same number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def drilled(tokenizer: Tokenizer, template: str) -> Policy:
-    """A small policy that knows the form of an episode and nothing else: it answers with any of the eight names."""
+    """Return a small policy that knows only the form of an episode: it answers with any of the eight names."""
     config = make_config(
         vocab_size=tokenizer.vocab_size + 4, eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>"))
     )
@@ -72,8 +72,8 @@ def drilled(tokenizer: Tokenizer, template: str) -> Policy:
 
 
 def write_inputs(folder: Path, tokenizer: Tokenizer, questions: list[Question]) -> None:
-    """Write what `recipe_tables` names to the folder. Half of the names are right, whatever the question, so that
-    rewards differ within a group."""
+    """Write the files that `recipe_tables` names. Half of the names are right, for any question, so that rewards differ
+    within a group."""
     (folder / "prompt.txt").write_text("Question: {question}\n")
     with single_threaded():
         drilled(tokenizer, "Question: {question}\n").save(folder / "model")
@@ -107,7 +107,7 @@ def recipe_tables(folder: Path, index: Path) -> dict[str, dict[str, Any]]:
 
 
 def recipe_maker(tables: dict[str, dict[str, Any]]) -> Make:
-    """make(grpo={..}, ..) -> Recipe: the tables with some keys changed or added."""
+    """Return make(grpo={..}, ..) -> Recipe: the tables with some keys changed or added."""
 
     def make(**changes: dict[str, Any]) -> Recipe:
         names = {**tables, **changes}
@@ -138,7 +138,7 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def what_happened(run: Path) -> dict[str, Any]:
-    """All that a run wrote, but for what the clock says, in a state and so in its hash."""
+    """Return all that a run wrote, except for timings in a state and therefore in its hash."""
     files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/**/*.*")]
     return {
         "metrics": [untimed(record) for record in metrics(run)],
@@ -153,7 +153,7 @@ def what_happened(run: Path) -> dict[str, Any]:
 
 
 def groups_in(path: Path) -> list[dict[str, Any]]:
-    """Return what a checkpoint keeps of groups, without what was counted of their rollout, which has its seconds."""
+    """Return what a checkpoint keeps of groups, without the counts of their rollout, which include its seconds."""
     return [{key: value for key, value in record.items() if key != "counted"} for record in stored(path)]
 
 
@@ -203,11 +203,11 @@ def fatal(*arguments, **options):
 setattr(owner, name, fatal)
 {"train": train, "sft": run_sft}[command](load_recipe(recipe), Path(out))
 """
-SAVE = ("store.checkpoint", "save_tensors", 2)  # the second checkpoint, of which the model is written
+SAVE = ("store.checkpoint", "save_tensors", 2)  # the second checkpoint, after its model is written
 
 
 def sigkill(command: str, recipe: Recipe, out: Path, module: str, name: str, call: int) -> None:
-    """Run `thresher train` or `sft` in a process that is killed where it calls the function for this time."""
+    """Run `thresher train` or `sft` in a process that is killed at the call of the function with this number."""
     file = out.with_name("recipe.toml")
     recipe.write(file)
     words = [sys.executable, "-P", "-c", KILLED, module, name, str(call), command, str(file), str(out)]
@@ -216,6 +216,6 @@ def sigkill(command: str, recipe: Recipe, out: Path, module: str, name: str, cal
 
 
 def train_killed(recipe: Recipe, out: Path, step: int, **options: Any) -> None:
-    """Train until this step is recorded, where a kill ends the run."""
+    """Train until this step is recorded, where a simulated kill ends the run."""
     with pytest.raises(Killed):
         train(recipe, out, watch=die_after(step), **options)

@@ -27,7 +27,7 @@ ADVANTAGES = [1.3, -0.9, -0.4]
 def spoken(
     policy: Policy, seed: int, spread: float, temperature: float = 1.0, shapes: Sequence[Shape] = SHAPES
 ) -> list[Trajectory]:
-    """The three shapes with random ids; old log-probs are the policy's own, moved by noise of deviation `spread`."""
+    """Return the three shapes with random ids; old log-probs are the policy's, moved by noise of deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for sample, shape in enumerate(shapes):
@@ -49,7 +49,7 @@ BRANCH = [(PROMPT, 5), (POLICY, 2)]
 
 
 def logits(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
-    """At the rows before the policy's tokens, over the tokenizer's columns."""
+    """Return the logits at the rows before the policy's tokens, over the tokenizer's columns."""
     rows = torch.tensor(trajectory.policy_positions(), dtype=torch.int64)
     return policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :VOCAB] / temperature
 
@@ -76,8 +76,8 @@ def brute_force(
     grpo: GrpoSection,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss, token by token, as it is written at the top of update.py, and autograd's gradient of it; advantages and
-    weights are rounded to float32, as a micro-batch has them."""
+    """Return the loss, token by token, as defined at the top of update.py, and autograd's gradient of it; advantages
+    and weights are rounded to float32, as in a micro-batch."""
 
     def kl(name: str, d: torch.Tensor) -> torch.Tensor:
         return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[name]

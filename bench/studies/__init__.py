@@ -1,6 +1,6 @@
-"""`thresher study`: small experiments that put one claim of the method to the test, each a command of its own.
+"""`thresher study`: small experiments that each test one claim of the method, as separate commands.
 
-A study runs in minutes on a CPU, goes through the product's own code rather than a sketch of it, prints a table, and
-writes its figures and a picture into one folder. It reports what came out, whichever way that is. Deliberately absent:
-anything that training imports; a study uses the engine, never the other way round.
+A study runs in minutes on a CPU, uses the product's own code rather than a sketch of it, prints a table, and writes its
+figures and a picture into one folder. It reports the results, whatever they are. Deliberately absent: anything that
+training imports; a study uses the engine, never the other way round.
 """

@@ -2,15 +2,15 @@
 
 Two prompts whose actions, rewards and stops are small enough that every trajectory, every batch of them and every
 forest of shared prefixes is enumerated with its probability, in float64. A policy is a softmax over logits at each
-state; states are shared between paths, so that anchor states exist. For a rule the study computes
+state; paths share states, so that anchor states exist. For a rule the study computes
 
     g(batch)  = sum_ik w_ik c_ik A_ik grad log pi(a_ik | s_ik)      w, c: weight and ratio of the loss, A: the rule's
-    mean      = sum_batches P(batch) g(batch)                       beside the exact gradient of E[sum of rewards]
+    mean      = sum_batches P(batch) g(batch)                       against the exact gradient of E[sum of rewards]
     bias      = |mean - truth| / |truth|
     scale     = <mean, truth> / |truth|^2                           the multiple of the truth that is nearest to mean
-    direction = |mean - scale truth| / |scale truth|                the bias that no learning rate undoes
+    direction = |mean - scale truth| / |scale truth|                the bias that no learning rate removes
     variance  = E|g - mean|^2 / |scale truth|^2
-    turns     = how many are sampled, in the mean, those of groups that are drawn again too
+    turns     = mean number of sampled turns, including groups that are drawn again
 
 Advantages are the product's own (rewards/advantages.py, rewards/credit.py), and so are ratio and clip
 (kernels/objective.py). An action is one token.
@@ -42,8 +42,8 @@ from thresher.rewards.credit import TurnBaseline, anchor_advantages, tree_advant
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# Of a prompt, by state: what each action gives, and the state that it leads to; None: it stops. "both" is reached by
-# two paths. The first state is where the prompt begins.
+# A prompt: state -> for each action its reward and the next state; None: the trajectory stops. "both" is reached by two
+# paths. The prompt starts in the first state.
 World = Mapping[str, Sequence[tuple[float, str | None]]]
 WORLDS: tuple[World, ...] = (
     {
@@ -62,7 +62,7 @@ DRAWS, SPREAD, SHIFT = 50, 1.0, 0.7  # policies; standard deviations of their lo
 FLOOR = 1e-6  # of a deviation: a recipe's default
 CLIP = 0.2
 EXACT = 1e-12
-BATCHES: dict[str, tuple[int, int]] = {  # prompts, trajectories of each; all rules' first is the table's
+BATCHES: dict[str, tuple[int, int]] = {  # prompts, trajectories of each; the table shows the first setting of each rule
     "two prompts, groups of 2": (2, 2),
     "one prompt, groups of 2": (1, 2),
     "one prompt, groups of 3": (1, 3),
@@ -71,7 +71,7 @@ FORESTS = "two prompts, two trees each"
 
 
 class Trajectory(NamedTuple):
-    """One way through a world: a state, an action and a reward a turn."""
+    """One path through a world: a state, an action and a reward per turn."""
 
     states: tuple[str, ...]
     actions: tuple[int, ...]
@@ -83,22 +83,23 @@ Advantages = Callable[[Sequence[Trajectory], Sequence[int]], list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule of credit and of the loss. expected: "exact", "scaled" or "biased", of the setting of two prompts.
+    """A rule of credit and of the loss. expected: "exact", "scaled" or "biased", in the setting of two prompts.
 
-    weight: of packing.py's aggregations, a constant of 1. dropped: groups without an advantage are left out, and N
-    counts them ("counted"), does not ("uncounted"), or each is drawn again until it has one ("redrawn"). ratio: of
-    "token"s, of the "trajectory", or "one"; with a ratio the batch is of an older policy. tree: `tree_advantages`' own.
+    weight: one of packing.py's aggregations, with a constant of 1. dropped: groups without an advantage are left out,
+    and N counts them ("counted") or does not ("uncounted"), or each is drawn again until it has one ("redrawn"). ratio:
+    per "token", per "trajectory", or "one"; with a ratio, the batch is sampled by an older policy. tree: options of
+    `tree_advantages`.
     """
 
     name: str
     expected: str
-    advantages: Advantages | None = None  # None: of trees
+    advantages: Advantages | None = None  # None: those of trees
     weight: str = "constant"
     dropped: str | None = None
     ratio: str | None = None
     clip: float | None = None
     tree: Mapping[str, Any] = field(default_factory=dict)
-    part: bool = False  # leave-one-out with one thing more
+    part: bool = False  # leave-one-out with one addition
 
 
 def by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], **options: Any) -> list[list[float]]:
@@ -111,7 +112,7 @@ def by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], **option
 def of_groups(
     trajectories: Sequence[Trajectory], groups: Sequence[int], rule: Callable[[list[Trajectory]], list[list[float]]]
 ) -> list[list[float]]:
-    """Return the advantages of a rule that sees one group at a time; a group's members lie together."""
+    """Return the advantages of a rule that sees one group at a time; members of a group are adjacent."""
     found: list[list[float]] = []
     for _, members in itertools.groupby(range(len(groups)), groups.__getitem__):
         found += rule([trajectories[n] for n in members])
@@ -179,7 +180,7 @@ def rules() -> list[Rule]:
 
 
 def trajectories_of(world: World, state: str | None = None) -> list[Trajectory]:
-    """Return every way from a state, by default the first, to a stop."""
+    """Return every path from a state, by default the first, to a stop."""
     here = next(iter(world)) if state is None else state
     found = []
     for action, (reward, following) in enumerate(world[here]):
@@ -225,7 +226,7 @@ def true_gradient(worlds: Sequence[World], policy: Policy) -> Floats:
 
 
 class Estimates(NamedTuple):
-    """Of every batch: its probability, its estimate of the gradient, and how many turns it has."""
+    """Figures of every batch: its probability, its gradient estimate, and its number of turns."""
 
     probabilities_B: Floats
     gradients_BP: Floats
@@ -233,7 +234,7 @@ class Estimates(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of one rule: see the top of this file."""
+    """Figures of one rule: see the top of this file."""
 
     bias: float
     scale: float
@@ -244,7 +245,7 @@ class Figures(NamedTuple):
 
 
 def compare(found: Estimates, truth_P: Floats) -> Figures:
-    """Return how an estimator's mean and variance stand to the truth."""
+    """Return an estimator's mean and variance compared with the truth."""
     probabilities_B, gradients_BP, turns_B = found
     mean_P = probabilities_B @ gradients_BP
     length, along = float(np.linalg.norm(truth_P)), float(mean_P @ truth_P)
@@ -261,7 +262,7 @@ def compare(found: Estimates, truth_P: Floats) -> Figures:
 
 
 class Batches:
-    """Every batch of a group of each world's trajectories, of which a policy sampled each."""
+    """All batches with one group of trajectories per world, and their probabilities under a policy."""
 
     def __init__(self, worlds: Sequence[World], size: int) -> None:
         self.of_world = [trajectories_of(world) for world in worlds]
@@ -282,7 +283,7 @@ class Batches:
         return result_BNK
 
     def estimates(self, rule: Rule, advantages_BNK: Floats, policy: Policy, old: Policy) -> Estimates:
-        """Return what the rule makes of every batch. old: the policy that sampled, where the rule has a ratio."""
+        """Return the rule's estimates of every batch. old: the policy that sampled, if the rule has a ratio."""
         scores_TKP = np.zeros((len(self.all), self.turns, len(next(iter(policy.scores.values())))))
         new_TK, old_TK = np.zeros((2, len(self.all), self.turns))
         for t, one in enumerate(self.all):
@@ -310,7 +311,7 @@ class Batches:
         return Estimates(probabilities_B, gradients_BP, turns_BN.sum(1))
 
     def weights(self, rule: Rule, advantages_BNK: Floats) -> Floats:
-        """Return the weight of a trajectory's tokens in each batch, [B, N], as engine/packing.py has it."""
+        """Return the weight of a trajectory's tokens in each batch, [B, N], as in engine/packing.py."""
         lengths_BN, kept_BN = self.lengths_T[self.members_BN], np.ones(self.members_BN.shape)
         if rule.dropped is not None:
             groups_N = np.array(self.groups)
@@ -329,7 +330,7 @@ class Batches:
 
 
 def clipped(advantages_BNK: Floats, new_BNK: Floats, old_BNK: Floats, clip: float | None) -> Floats:
-    """Return ratio * A of every token, 0 where the clip takes the gradient, by the product's own objective."""
+    """Return ratio * A of every token, 0 where the clip removes the gradient, by the product's own objective."""
     advantages_R, new_R, old_R = (torch.from_numpy(x).reshape(-1) for x in (advantages_BNK, new_BNK, old_BNK))
     rows = LossRows(None, torch.zeros(len(new_R), dtype=torch.int64), old_R, advantages_R, torch.ones_like(new_R), None)
     low, high = (1.0, 1e9) if clip is None else (clip, clip)
@@ -339,7 +340,7 @@ def clipped(advantages_BNK: Floats, new_BNK: Floats, old_BNK: Floats, clip: floa
 
 
 class Tree(NamedTuple):
-    """A sampled tree: its turns, their parents (-1: none), and a leaf's whole return."""
+    """A sampled tree: its turns, their parents (-1: none), and the whole return of each leaf."""
 
     turns: tuple[tuple[str, int], ...]
     parents: tuple[int, ...]
@@ -347,10 +348,10 @@ class Tree(NamedTuple):
 
 
 def trees_of(world: World, branches: Sequence[int] = (1, 2, 1)) -> list[Tree]:
-    """Return every tree: one first turn, and behind each turn so many continuations as its depth has."""
+    """Return every tree with one first turn, and after each turn `branches` continuations by depth."""
 
     def below(state: str, depth: int, before: float) -> list[Tree]:
-        """Every outcome of the turns sampled at a state, as a forest."""
+        """Return every outcome of the turns sampled at a state, as a forest."""
         found = []
         for action, (reward, following) in enumerate(world[state]):
             total = before + reward
@@ -366,7 +367,7 @@ def trees_of(world: World, branches: Sequence[int] = (1, 2, 1)) -> list[Tree]:
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Return trees side by side."""
+    """Return one forest of several trees."""
     turns: list[tuple[str, int]] = []
     parents: list[int] = []
     for tree in trees:
@@ -376,8 +377,8 @@ def joined(trees: Sequence[Tree]) -> Tree:
 
 
 def tree_estimates(rule: Rule, forests_of_world: Sequence[Sequence[Tree]], policy: Policy) -> Estimates:
-    """Return what the rule makes of every batch of a forest of each world. Prompts are sampled apart, so a batch's
-    probability is a product, its estimate a mean."""
+    """Return the rule's estimates of every batch with one forest per world. Prompts are sampled independently, so a
+    batch's probability is a product and its estimate a mean."""
     probabilities_B, gradients_BP, turns_B = np.ones(1), np.zeros((1, 1)), np.zeros(1)
     for forests in forests_of_world:
         own_B = np.array([np.exp(sum(policy.logprobs[turn] for turn in forest.turns)) for forest in forests])
@@ -396,7 +397,7 @@ def _of_forest(rule: Rule, forest: Tree, policy: Policy) -> Floats:
 
 
 def policies(draws: int, seed: int) -> list[tuple[Policy, Policy]]:
-    """Return random policies, each with the one that sampled before a step."""
+    """Return random policies, each with the policy that sampled before an update step."""
     generator = np.random.default_rng(seed)
     logits = sum(len(actions) for world in WORLDS for actions in world.values())
     found = []
@@ -408,9 +409,11 @@ def policies(draws: int, seed: int) -> list[tuple[Policy, Policy]]:
 
 
 def enumerate_all(draws: int = DRAWS, seed: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each rule: its name, what is expected of it, and by setting its figures over the policies,
-    {"smallest", "low", "median", "high", "largest"} each, low and high the quartiles. "finding": "exact", "scaled" or
-    "biased", of the policies together."""
+    """Return a row for each rule: its name, the expected result, and per setting its figures over the policies.
+
+    Each figure is {"smallest", "low", "median", "high", "largest"}, low and high being the quartiles. "finding":
+    "exact", "scaled" or "biased", over all policies together.
+    """
     drawn = policies(draws, seed)
     batches = {name: Batches(WORLDS[:prompts], size) for name, (prompts, size) in BATCHES.items()}
     truths = {n: [true_gradient(WORLDS[:n], new) for new, _ in drawn] for n in (1, 2)}
@@ -446,7 +449,7 @@ def _over_policies(found: Sequence[Figures]) -> dict[str, Any]:
 
 def run_study(out: Path, draws: int = DRAWS, seed: int = 0) -> None:
     """Write the study into the folder `out`, and print its table."""
-    from thresher.bench.plots import draw_credit  # matplotlib takes a second that a mistake need not wait
+    from thresher.bench.plots import draw_credit  # importing matplotlib takes a second, after the checks
 
     check_out(out)
     started = time.perf_counter()
@@ -462,7 +465,7 @@ def run_study(out: Path, draws: int = DRAWS, seed: int = 0) -> None:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, each of the first setting that its rule is enumerated in."""
+    """Return the rows of the table, each for the first setting that its rule is enumerated in."""
     table: list[tuple[str, ...]] = []
     for row in rows:
         figures = next(iter(row["settings"].values()))

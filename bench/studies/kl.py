@@ -1,20 +1,20 @@
 """`thresher study kl`: the choice of a KL estimator, from one token to a training run.
 
 1. Curves of the estimators' values and gradients: at log-ratio -10, k3's coefficient is 22,025, k2's 10.
-2. Expected values and gradients by enumeration, without sampling: which estimators are exact, and of what.
+2. Expected values and gradients by enumeration, without sampling: which estimators are exact, and for which KL.
 3. Training: the demo's small policy, warmed up once, then GRPO with k2 and with k3 from that start, with the same
-   questions and noise, at a mild and at a hot learning rate. Two runs of a pair differ in `grpo.kl_value` alone.
-   A pretrained model is trained by a recipe of its own, at that recipe's learning rate, with k1, k2 and k3.
+   questions and noise, at a mild and at a hot learning rate. The two runs of a pair differ only in `grpo.kl_value`.
+   A pretrained model is trained by its own recipe, at that recipe's learning rate, with k1, k2 and k3.
 
     start/       world, index and warm-up of `thresher demo`, unless --start or --recipe names another start
     runs/        mild-k2-seed0/ ..
     curves.png, enumeration.json, enumeration.png, training.png
     pairs.jsonl  each step of each run; kl.json: each run, and the settings
 
-The learning rate alone pushes the policy off its reference; it is constant, and batch, beta and clipping are the
-demo's. A coefficient of k3 above 1 belongs to a token that became less likely; k2's grows alike on both sides. Two
-seeds of a small model give no verdict on which estimator trains better. k1 has no gradient in expectation: its run
-shows where the reward leads without a pull.
+Only the learning rate moves the policy away from its reference; it is constant, and batch, beta and clipping are the
+demo's. A coefficient of k3 above 1 belongs to a token that became less likely; k2's grows equally on both sides. Two
+seeds of a small model do not decide which estimator trains better. k1 has no gradient in expectation: its run shows
+where the reward leads without a KL term.
 
 Axes: V outcomes, X points of a curve (docs/notation.md).
 """
@@ -54,23 +54,23 @@ from thresher.kernels.objective import ESTIMATORS, kl_coefficient, kl_values
 
 REACH = 12.0  # of the curves, in nats to either side: a probability of 6e-6 where the reference has 1
 POINTS = 481
-# (value, gradient). The last puts an exact value beside an exact gradient, on policy, without a ratio.
+# (value, gradient). The last combines an exact value with an exact gradient, on policy, without a ratio.
 CHOICES = (("k1", "k1"), ("k2", "k2"), ("k3", "k3"), ("k3_ratio", "k3_ratio"), ("k3", "k2"))
 DRAWS, OUTCOMES, SPREAD = 100, 7, 1.5  # random policies, and the standard deviation of their logits
 EXACT = 1e-10
-# The demo's own learning rate, and twice that. At four times it neither estimator learns anything.
+# The demo's own learning rate, and twice that. At four times it, neither estimator learns anything.
 RATES = {"mild": 1e-3, "hot": 2e-3}
 TRAINED = ("k2", "k3")
 MODEL_TRAINED = ("k1", "k2", "k3")
-# Where the recipe has 0. Advantages are about 1, so k2 pulls a token that became e^5 times as likely as it was at the
-# start back half as strongly as a reward pushes.
+# For recipes with 0. Advantages are about 1, so k2 pulls back a token that became e^5 times as likely as at the start
+# with half the strength of a reward.
 MODEL_BETA = 0.1
 START_SEED = 0
-# Of all runs. A constant rate goes on pushing to the last step; greedy exact match is measured before and after.
+# For all runs. A constant rate stays effective to the last step; greedy exact match is measured before and after.
 SETTINGS = ("optim.schedule=constant", "run.save_every=10", "run.keep_checkpoints=1", "run.keep_trajectories=0")
 LOGGED = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em", "f1", "reward", "capped", "kl_k1", "entropy")
 SCORES = ("em", "f1")
-LAST = 5  # what is sampled at the end is the mean of so many steps
+LAST = 5  # figures at the end are means over this many steps
 
 
 # curves and enumeration
@@ -99,7 +99,7 @@ def curve(name: str, ratio: float = 1.0, points: Sequence[float] | None = None) 
 
 
 def curves() -> list[EstimatorCurve]:
-    """Return every estimator's curve on policy, and k3_ratio's where pi is half or twice pi_old too."""
+    """Return every estimator's curve on policy, and k3_ratio's for pi half or twice pi_old."""
     return [*(curve(name) for name in ESTIMATORS), *(curve("k3_ratio", ratio) for ratio in (0.5, 2.0))]
 
 
@@ -107,7 +107,8 @@ def expectation(name: str, gradient: str, logits_V: Tensor, old_V: Tensor, ref_V
     """Return (expected value, expected gradient [V]) of an estimator in the loss, over samples of `old_V`.
 
     logits_V: of pi, float64. old_V, ref_V: probabilities, float64. Every outcome y is one row of the product's own
-    loss, of weight pi_old(y); with hidden states of one 1, the head's only column is z; advantages are 0, beta is 1:
+    loss, with weight pi_old(y). The hidden states are a single 1, so the head's only column is z; advantages are 0,
+    beta is 1:
 
         sum_y pi_old(y) KL_y            against  KL(pi || ref) = sum_y pi(y) (log pi(y) - log ref(y))
         sum_y pi_old(y) c_y dlog pi(y)  against  its gradient by autograd, and that of KL(ref || pi)
@@ -148,9 +149,9 @@ def enumerate_all(draws: int = DRAWS, seed: int = 0) -> list[dict[str, Any]]:
     """Return a row for each sampling distribution and choice of estimators, over `draws` random (pi, pi_old, pi_ref).
 
     "value_error": |expected value - KL| / KL; "reverse_error", "forward_error": distance of the expected gradient
-    from that of KL(pi || ref), KL(ref || pi), as a share of its length; "length": of the expected gradient, as a
-    share of the reverse KL's; "cosine" with the reverse KL's gradient, null if there is no gradient. Each is
-    {"smallest", "median", "largest"} over the draws. "finding": what the gradient therefore is:
+    from that of KL(pi || ref), KL(ref || pi), relative to its length; "length": of the expected gradient, relative to
+    the reverse KL's; "cosine" with the reverse KL's gradient, null if there is no gradient. Each is
+    {"smallest", "median", "largest"} over the draws. "finding": the resulting kind of gradient:
     "exact", "zero", "forward" (exact for KL(ref || pi)) or "biased".
     """
     generator = torch.Generator().manual_seed(seed)
@@ -171,7 +172,7 @@ def enumerate_all(draws: int = DRAWS, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _errors(value: str, gradient: str, pi_V: Tensor, old_V: Tensor, ref_V: Tensor) -> dict[str, float | None]:
-    """Return the errors of one draw, all three given as logits."""
+    """Return the errors of one draw; all three distributions are given as logits."""
     ref_V = torch.softmax(ref_V, 0)
     expected, expected_V = expectation(value, gradient, pi_V, torch.softmax(old_V, 0), ref_V)
     kl = exact(pi_V, ref_V)
@@ -223,8 +224,8 @@ def run_study(
     seeds: Sequence[int],
     run_command: Callable[[list[str]], None],
 ) -> None:
-    """Write the whole study into the folder `out`. `start`: a folder of the demo, None to make one, or a model with its
-    recipe; `run_command` runs a command of the demo from its arguments."""
+    """Write the whole study into the folder `out`. start: a folder of the demo, None to make one, or a model with its
+    recipe. run_command: run a command of the demo from its arguments."""
     check_out(out)
     seeds = sorted(set(seeds))
     if isinstance(start, ModelRecipe):
@@ -233,7 +234,7 @@ def run_study(
     else:
         world, score = Path(start or out / "start"), "em"
         cases, begin = make_cases(out, world, steps, seeds), str(world)
-    for case in cases:  # what does not fit is refused before anything is computed
+    for case in cases:  # refuse conflicting settings before computing anything
         check_steps(case)
         check_folder(case)
     recipe, label = cases[0].recipe, score.upper()
@@ -289,7 +290,7 @@ def run_study(
 
 
 def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list[KlRun]:
-    """Return every run, in the order in which they are trained: pairs side by side, seed by seed."""
+    """Return every run, in training order: the runs of a pair together, seed by seed."""
     cases = []
     for seed, rate, estimator in itertools.product(seeds, RATES, TRAINED):
         overrides = [
@@ -311,7 +312,7 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list
 
 
 def make_model_cases(out: Path, chosen: ModelRecipe, steps: int, seeds: Sequence[int]) -> list[KlRun]:
-    """Return the runs of a pretrained model, at its recipe's learning rate and beta, MODEL_BETA in place of 0."""
+    """Return the runs of a pretrained model, at its recipe's learning rate and beta, or MODEL_BETA if beta is 0."""
     asked = chosen.read()
     rate = asked.need(SystemSection).name
     beta = [] if asked.grpo.beta else [f"grpo.beta={MODEL_BETA}"]
@@ -340,7 +341,7 @@ def check_steps(case: KlRun) -> None:
 
 
 def check_start(world: Path) -> None:
-    """Raise UserError unless the folder has what the training stage of `thresher demo` reads."""
+    """Raise UserError unless the folder has the input of the training stage of `thresher demo`."""
     for name in ("data/train.jsonl", "data/test.jsonl", "index", "warmup"):
         if not (world / name).exists():
             raise UserError(
@@ -356,7 +357,7 @@ def steps_of(case: KlRun) -> list[dict[str, Any]]:
 
 
 def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
-    """Return a run in one record: the largest of what can explode, and mean KL, reward and scores as they came."""
+    """Return a run in one record: the maxima of figures that can explode, and final mean KL, reward and scores."""
 
     def known(key: str) -> list[float]:
         return [step[key] for step in steps if step[key] is not None]
@@ -381,7 +382,7 @@ def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | N
 
 
 def print_enumeration(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print medians over the policies, and the finding about the gradient on all of them."""
+    """Print medians over the policies, and the finding about the gradient over all of them."""
     words = {"exact": "exact", "zero": "zero", "forward": "KL(ref||pi)'s", "biased": "biased"}
     console.table(
         f"Expectation against KL(pi||ref), enumerated: relative error, median of {DRAWS} policies",

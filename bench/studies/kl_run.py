@@ -1,23 +1,23 @@
 """`thresher study kl --run`: the KL estimators on the tokens that a run stored, without a model.
 
-Read are the steps whose trajectories and token statistics are kept (engine/store/token_stats.py). Of each token that
+It reads the steps whose trajectories and token statistics are kept (engine/store/token_stats.py). For each token that
 was in the update, in float64:
 
     d = log pi - log ref    recomputed - reference
-    r = pi / pi_old         exp(recomputed - sampled); pi_old is what drew the token, also with grpo.tis_level
+    r = pi / pi_old         exp(recomputed - sampled); pi_old sampled the token, also with grpo.tis_level
     A                       the token's advantage, or its trajectory's
     value, c                kl_values and kl_coefficient of kernels/objective.py
 
 The figures of a step, and of all steps together, for each estimator:
 
-    mean, standard_error    over tokens; of the mean, over trajectories n, for the tokens of one are not independent:
+    mean, standard_error    over tokens; of the mean, over trajectories n, because tokens of one are not independent:
                             sqrt(N / (N - 1) sum_n (sum of value - mean over n's tokens)^2) / P
     variance                of the value, over tokens
     c_mean, c_largest       of |c|
-    c_largest_1_percent     the share of the sum of |c| that the largest 1% of the tokens have
+    c_largest_1_percent     the share of the sum of |c| in the largest 1% of the tokens
     pull_median, _largest   of beta |c| / |A|, over the tokens whose A is not 0
 
-A run's values are at the weights that its own estimator led to. What another estimator would have led to is a matter of
+A run's values are at the weights that its own estimator led to. The effect of another estimator has to be measured by
 training (kl.py).
 
     kl_run.json, kl_run.png
@@ -49,8 +49,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of updates, [P], one trajectory behind the other. d_P, log_ratio_P: nats. advantage_P: nan where none
-    is stored. owner_P: the number of the trajectory, from 0, of those that have a token."""
+    """The tokens of updates, [P], with trajectories concatenated. d_P, log_ratio_P: nats. advantage_P: nan if not
+    stored. owner_P: the number of the trajectory, from 0, among those that have a token."""
 
     d_P: Floats
     log_ratio_P: Floats
@@ -59,8 +59,8 @@ class Tokens:
 
 
 def stored_tokens(run: RunFolder, path: Path) -> Tokens | None:
-    """Return the tokens of a step's file of trajectories; None where no log-probs of a reference are stored beside it.
-    Raise UserError for files that are damaged or do not belong together."""
+    """Return the tokens of a step's file of trajectories; None if no log-probs of a reference are stored with it. Raise
+    UserError for files that are damaged or do not belong together."""
     records = list(run.stored_trajectories(path))
     stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records))
     if stats is None:
@@ -81,7 +81,7 @@ def stored_tokens(run: RunFolder, path: Path) -> Tokens | None:
 
 
 def joined(parts: list[Tokens]) -> Tokens:
-    """Return the tokens of all parts, whose trajectories are different ones."""
+    """Return the tokens of all parts, which have different trajectories."""
     starts = np.cumsum([0, *(part.owner_P[-1] + 1 for part in parts[:-1])])
     return Tokens(
         np.concatenate([part.d_P for part in parts]),
@@ -92,7 +92,7 @@ def joined(parts: list[Tokens]) -> Tokens:
 
 
 def figures_of(tokens: Tokens, beta: float) -> dict[str, Any]:
-    """Return the figures of these tokens; null where there is none, such as a standard error of one trajectory."""
+    """Return the figures of these tokens; null if undefined, such as a standard error of one trajectory."""
     d_P, ratio_P = torch.from_numpy(tokens.d_P), capped_exp(torch.from_numpy(tokens.log_ratio_P))
     values = kl_values(d_P, ratio_P)
     return {
@@ -116,7 +116,7 @@ def _estimator(value_P: Floats, size_P: Floats, tokens: Tokens, beta: float) -> 
     of_trajectories_N = np.bincount(tokens.owner_P, value_P - mean)
     N = len(of_trajectories_N)
     most = math.ceil(count / 100)
-    moved_P = np.abs(tokens.advantage_P) > 0  # not where it is nan
+    moved_P = np.abs(tokens.advantage_P) > 0  # not if it is nan
     pull_P = beta * size_P[moved_P] / np.abs(tokens.advantage_P[moved_P])
     return {
         "mean": float(mean),
@@ -131,7 +131,7 @@ def _estimator(value_P: Floats, size_P: Floats, tokens: Tokens, beta: float) -> 
 
 
 def run_study_of_run(out: Path, folder: str) -> None:
-    """Write the study of a run's stored tokens into the folder `out`. Raise UserError where no step has any."""
+    """Write the study of a run's stored tokens into the folder `out`. Raise UserError if no step has any."""
     check_out(out)
     run, recipe = open_run(folder)
     grpo, section = recipe.grpo, recipe.run
@@ -150,7 +150,7 @@ def run_study_of_run(out: Path, folder: str) -> None:
     settings = {"run": str(run.path), "beta": grpo.beta, "kl_value": grpo.kl_value, "kl_gradient": gradient}
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "kl_run.json", {"settings": settings, "all": overall, "steps": rows, "left_out": left_out})
-    from thresher.bench.plots import draw_kl_run  # matplotlib takes a second that a mistake need not wait
+    from thresher.bench.plots import draw_kl_run  # importing matplotlib takes a second, after the checks
 
     draw_kl_run(rows, every.d_P, out / "kl_run.png")
     print_figures(overall, settings, steps_in_words(list(steps)))

@@ -1,21 +1,21 @@
-"""`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient.
+"""`thresher study mask`: the cost of masking retrieved tokens, and its effect on the gradient.
 
 One batch of trajectories (scripted, stored by a run, or sampled by a recipe), four treatments: time, memory and
 gradient of each, then the cost against the share of retrieved tokens. Prints a table and findings, writes mask.json and
 mask.png. Nothing is trained.
 
-    in the loss   every retrieved token is a target too, with its trajectory's advantage and an old log-prob that a
-                  forward had to make, for it was not sampled
+    in the loss   every retrieved token is a target too, with its trajectory's advantage and an old log-prob from an
+                  additional forward, because it was not sampled
     zeroed        the same rows go through the head, and the result of the retrieved ones is multiplied by 0: the usual
                   way to mask a loss
     masked        rows that predict a retrieved token never reach the head: what Thresher does
-    removed       the retrieved tokens are cut out of the input and the rest is prefilled afresh
+    removed       the retrieved tokens are cut out of the input and the rest is prefilled again
 
-All four go through the product's own packing, forward and loss kernel. The kernel drops a row of weight 0 before the
-head, so "zeroed" gives the retrieved rows `FAINT` of their weight, which is below float32's rounding in the gradient.
-A row keeps one weight under every treatment (1/(N |y|) where the recipe says so, |y| being the sampled tokens), so that
-the gradient "in the loss" minus that of "masked" is the retrieved rows' own. Old log-probs are the policy's own under
-the same treatment: every ratio is 1 and nothing is clipped.
+All four use the product's own packing, forward and loss kernel. The kernel drops a row of weight 0 before the head, so
+"zeroed" gives the retrieved rows `FAINT` of their weight, which is below float32's rounding in the gradient. A row has
+the same weight under every treatment (1/(N |y|) if the recipe says so, |y| being the sampled tokens), so that the
+gradient of "in the loss" minus that of "masked" is the gradient of the retrieved rows. Old log-probs are the policy's
+own under the same treatment: every ratio is 1 and nothing is clipped.
 
 Axes: T packed tokens, R rows at the head, H hidden.
 """
@@ -68,13 +68,13 @@ from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.rewards.reward import Source
 
-GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are
+GROUP = 8  # scripted trajectories whose advantages are computed together, like the demo's samples of a question
 VOCABULARY = 800  # tokens of the scripted batch's tokenizer, as in the demo
 TREATMENTS = {"in_loss": "in the loss", "zeroed": "zeroed", "masked": "masked", "removed": "removed"}
 FAINT = 1e-10  # of a row's weight: below half a unit in the last place of float32 (6e-8), far above its denormals
-SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the tokens that were retrieved or sampled: retrieved ones
-SWEEP_TRAJECTORIES, SWEEP_REPEATS = 16, 15  # at most; of a smaller batch a quarter, and of R repeats 2 R + 1
-PER_ROW = ("targets_R", "old_logprobs_R", "advantages_R", "weights_R")  # of a batch
+SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # retrieved tokens / retrieved or sampled tokens
+SWEEP_TRAJECTORIES, SWEEP_REPEATS = 16, 15  # at most; a quarter of a smaller batch, and 2 R + 1 for R repeats
+PER_ROW = ("targets_R", "old_logprobs_R", "advantages_R", "weights_R")  # tensors of a batch
 
 Gradient = dict[str, Tensor]
 Record = dict[str, Any]
@@ -87,11 +87,10 @@ Record = dict[str, Any]
 class Subject:
     """A policy and its trajectories. advantages[n] belongs to trajectories[n], which has policy tokens.
 
-    The log-probs that were recorded when the trajectories were sampled are not in a run folder: every treatment
-    computes its own.
+    A run folder does not have the log-probs recorded at sampling, so every treatment computes its own.
     """
 
-    name: str  # where it comes from, in words
+    name: str  # its origin, in words
     policy: Policy  # float32
     vocab_size: int  # the tokenizer's: columns of the head that exist
     trajectories: list[Trajectory]
@@ -111,8 +110,9 @@ class Subject:
 
 
 def scripted(seed: int, limit: int, device: str) -> Subject:
-    """Make `limit` transcripts of the demo's world on a model of the demo's shape with random weights, every second one
-    called right; a function of the seed. Rows, times and memory are those of a real step of that size."""
+    """Make `limit` transcripts of the demo's world on a model of the demo's shape with random weights. Every second
+    transcript counts as right; the result is a function of the seed. Rows, times and memory are those of a real step of
+    that size."""
     recipe = load_recipe(DEMO / "recipe.toml")
     passage_format = recipe.need(RetrievalSection).passage_format
     with tempfile.TemporaryDirectory() as scratch:
@@ -146,7 +146,7 @@ def scripted(seed: int, limit: int, device: str) -> Subject:
 def stored(folder: str | Path, limit: int, device: str) -> Subject:
     """Read at most `limit` trajectories of the last step that a run kept, groups with a signal first, and its weights.
 
-    folder: of `thresher train`, or of `thresher demo`, which holds one. UserError if it lacks what is needed.
+    folder: of `thresher train`, or of `thresher demo`, which contains one. UserError if a required file is missing.
     """
     path = Path(folder)
     if not (path / "recipe.toml").is_file() and (path / "grpo" / "recipe.toml").is_file():
@@ -174,7 +174,7 @@ def stored(folder: str | Path, limit: int, device: str) -> Subject:
 def sampled(chosen: ModelRecipe, limit: int, device: str) -> Subject:
     """Sample a training step of the recipe, and take at most `limit` of its trajectories, groups with a signal first.
 
-    UserError for a recipe without retrieved text behind a prompt, and where a model's samples have nothing to study.
+    UserError for a recipe that retrieves no text after the prompt, and if the samples have nothing to study.
     """
     recipe = chosen.read(f"model.device={device}", "model.dtype=float32", "grpo.beta=0", "grpo.reference=")
     section = recipe.need(SystemSection)
@@ -211,7 +211,7 @@ def sampled(chosen: ModelRecipe, limit: int, device: str) -> Subject:
 
 
 def _chosen(pairs: Sequence[tuple[Trajectory, float]], limit: int, where: str, remedy: str) -> dict[str, Any]:
-    """Return at most `limit` trajectories with their advantages. UserError if nothing of them can be studied."""
+    """Return at most `limit` trajectories with their advantages. UserError if none of them can be studied."""
     pairs = _signal_first(pairs)[:limit]
     if not any(value for _, value in pairs):
         raise UserError(f"{where}: no trajectory has an advantage, so there is no gradient; {remedy}")
@@ -221,7 +221,7 @@ def _chosen(pairs: Sequence[tuple[Trajectory, float]], limit: int, where: str, r
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    # A trajectory without an advantage stays in, so that trajectories and items are one list.
+    # Trajectories without an advantage are kept, so that trajectories and items are one list.
     return {
         "grpo": replace(recipe.grpo, drop_zero_advantage=False),
         "temperature": recipe.rollout.temperature,
@@ -230,7 +230,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
-    """Read trajectories with their advantages. UserError names the line of one that is malformed."""
+    """Read trajectories with their advantages. UserError names the line of a malformed one."""
     pairs = []
     for number, record in read_records(file):
         try:
@@ -254,7 +254,7 @@ def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
 
 
 def _signal_first(pairs: Sequence[tuple[Trajectory, float]]) -> list[tuple[Trajectory, float]]:
-    """Return groups whose rewards differ before those that agree; a group stays together."""
+    """Return groups with an advantage before those without; groups stay together."""
     groups: dict[int, list[tuple[Trajectory, float]]] = defaultdict(list)
     for trajectory, value in pairs:
         groups[trajectory.group].append((trajectory, value))
@@ -262,12 +262,12 @@ def _signal_first(pairs: Sequence[tuple[Trajectory, float]]) -> list[tuple[Traje
 
 
 def without_retrieved(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with its retrieved segments cut out, so that what follows moves up."""
+    """Return the trajectory without its retrieved segments, so that later segments move up."""
     return replace(trajectory, segments=[part for part in trajectory.segments if part.source is not Source.RETRIEVED])
 
 
 def retrieved_rows(trajectory: Trajectory) -> list[int]:
-    """Return positions of the retrieved tokens; position 0 is never one, for nothing predicts it."""
+    """Return positions of the retrieved tokens, without position 0, which nothing predicts."""
     rows: list[int] = []
     at = 0
     for segment in trajectory.segments:
@@ -278,8 +278,8 @@ def retrieved_rows(trajectory: Trajectory) -> list[int]:
 
 
 def stretched(trajectories: Sequence[Trajectory], share: float) -> list[Trajectory]:
-    """Return the trajectories with retrieved segments cut short, or repeated, until `share` of the tokens that were
-    retrieved or sampled are retrieved ones (up to rounding). A trajectory that retrieved nothing stays as it is."""
+    """Return the trajectories with retrieved segments cut or repeated to reach a share of retrieved tokens. share: of
+    the tokens that were retrieved or sampled (up to rounding). A trajectory that retrieved nothing is unchanged."""
     retrieved = sum(trajectory.count(Source.RETRIEVED) for trajectory in trajectories)
     sampled = sum(trajectory.count(Source.POLICY) for trajectory in trajectories)
     factor = share / (1 - share) * sampled / retrieved
@@ -297,8 +297,7 @@ def stretched(trajectories: Sequence[Trajectory], share: float) -> list[Trajecto
 
 @dataclass(frozen=True, slots=True)
 class Treated:
-    """A treatment's items, the batches that they are packed into, and for each batch [R] bool: True for rows whose
-    targets the policy sampled."""
+    """A treatment's items, their packed batches, and for each batch [R] bool: True for rows with a sampled target."""
 
     items: list[TrainSequence]
     batches: list[MicroBatch]
@@ -313,7 +312,7 @@ class Treated:
         return sum(batch.tokens for batch in self.batches)
 
     def weighted(self, *, retrieved: float, sampled: float = 1.0) -> "Treated":
-        """Return the same with the weights of both kinds of rows multiplied; a factor of 0 drops them."""
+        """Return a copy with the weights of both kinds of rows multiplied; a factor of 0 drops them."""
         batches = [
             replace(batch, weights_R=batch.weights_R * torch.where(sampled_R, sampled, retrieved))
             for batch, sampled_R in zip(self.batches, self.sampled, strict=True)
@@ -322,7 +321,7 @@ class Treated:
 
 
 PARTS = ("forward", "head", "backward")
-Clock = dict[str, list[float]]  # milliseconds of each of PARTS, one entry a step
+Clock = dict[str, list[float]]  # milliseconds of each of PARTS, one entry per step
 
 
 def treat(name: str, subject: Subject) -> Treated:
@@ -359,7 +358,7 @@ def hidden_states(policy: Policy, batch: MicroBatch) -> Tensor:
 
 
 def head_loss(subject: Subject, rows_RH: Tensor, batch: MicroBatch, chunk_rows: int | None = None) -> LossResult:
-    """Compute the loss of some rows; the head's gradient goes into its buffer, as in training."""
+    """Compute the loss of some rows; the head's gradient is added to its buffer, as in training."""
     head_VH, grpo = subject.policy.head_VH, subject.grpo
     return grpo_loss(
         rows_RH,
@@ -379,13 +378,13 @@ def head_loss(subject: Subject, rows_RH: Tensor, batch: MicroBatch, chunk_rows: 
 
 
 def clear(policy: Policy) -> None:
-    """Remove the gradients, and make zeros for the head's, which the loss adds to."""
+    """Remove the gradients, and set the head's to zeros, which the loss adds to."""
     policy.zero_grad(set_to_none=True)
     policy.head_VH.grad = torch.zeros_like(policy.head_VH)
 
 
 def run_step(subject: Subject, batches: Iterable[MicroBatch], clock: Clock | None = None) -> list[LossResult]:
-    """Run forward, head with loss, and backward of all batches; leave the gradients on the policy."""
+    """Run forward, head with loss, and backward of all batches; the gradients stay on the policy."""
     policy = subject.policy
     clear(policy)
     spent, results = [0.0, 0.0, 0.0], []
@@ -414,7 +413,7 @@ def _now(device: torch.device) -> float:
 def timed(
     subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Clock]:
-    """Time `repeats` steps of each treatment, in turn, after one that does not count."""
+    """Time `repeats` steps of each treatment, in turn, after an untimed one."""
     clocks: dict[str, Clock] = {name: {part: [] for part in PARTS} for name in treated}
     calls = [partial(run_step, subject, treated[name].batches, clock) for name, clock in clocks.items()]
     in_turn(calls, 1 + repeats, subject.policy.device, tick)
@@ -424,7 +423,7 @@ def timed(
 def timed_heads(
     subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """Return median milliseconds of head and loss alone, from hidden states that are made once."""
+    """Return median milliseconds of only head and loss, from hidden states that are computed once."""
 
     heads = [[head_call(subject, batch, None) for batch in one.batches] for one in treated.values()]
     calls = [lambda every=every: [call() for call in every] for every in heads]
@@ -434,7 +433,7 @@ def timed_heads(
 
 
 def head_call(subject: Subject, batch: MicroBatch, chunk_rows: int | None) -> Callable[[], None]:
-    """Return a call for head and loss of one batch alone: the gather of its rows, and both gradients."""
+    """Return a call for only head and loss of one batch: the gather of its rows, and both gradients."""
     with torch.no_grad():
         hidden_TH = hidden_states(subject.policy, batch)
 
@@ -445,7 +444,7 @@ def head_call(subject: Subject, batch: MicroBatch, chunk_rows: int | None) -> Ca
 
 
 def head_peak(subject: Subject, treated: Treated, at_once: bool) -> int:
-    """Return the peak bytes of head and loss alone, over the batches. at_once: all logits of a batch in one chunk."""
+    """Return the peak bytes of only head and loss, over the batches. at_once: all logits of a batch in one chunk."""
     clear(subject.policy)
     return max(
         peak_bytes(head_call(subject, batch, len(batch.rows_R) if at_once else None), subject.policy.device)
@@ -463,7 +462,7 @@ def step_peak(subject: Subject, treated: Treated) -> int:
 
 
 def run_study(out: Path, run: str | ModelRecipe | None, seed: int, repeats: int, limit: int, device: str) -> None:
-    """Write the study. `run`: a run folder, a recipe to sample by, or None for the scripted batch; `out`: a folder that
+    """Write the study. run: a run folder, a recipe to sample with, or None for the scripted batch. out: a folder that
     must not exist yet."""
     if out.exists():
         raise UserError(f"{out}: exists already; choose another folder with --out")
@@ -487,7 +486,7 @@ def run_study(out: Path, run: str | ModelRecipe | None, seed: int, repeats: int,
     with console.progress_line("heads", heads) as line:
         figures["sweep"] = sweep(subject, sweep_repeats(repeats), lambda: line.to(line.done + 1, ""))
     figures["seconds"] = time.perf_counter() - started
-    from thresher.bench.plots import draw_mask  # matplotlib takes a second that a mistake need not wait
+    from thresher.bench.plots import draw_mask  # importing matplotlib takes a second, after the checks
 
     with staged_folder(out) as staged:
         atomic_write_text(staged / "mask.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
@@ -518,7 +517,7 @@ def machine(device: str) -> Record:
 
 
 def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
-    """Return all figures of the batch as it is: cost and gradient of each treatment, and the checks beside them."""
+    """Return all figures of the unchanged batch: cost and gradient of each treatment, and the checks."""
     treated = {name: treat(name, subject) for name in TREATMENTS}
     clocks = timed(subject, treated, repeats, tick)
     base = gradient(subject, treated["masked"].batches)
@@ -546,7 +545,7 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
 
 
 def effect(subject: Subject, treated: Treated, base: Gradient) -> Record:
-    """Compare a treatment's gradient, which is freed again, with `base`; and its kinds of rows."""
+    """Compare a treatment's gradient, which is then freed, with `base`; and its kinds of rows."""
     results = run_step(subject, treated.batches)
     found = gradients_of(subject.policy)
     return {
@@ -578,8 +577,8 @@ def part_of(name: str) -> str:
 
 
 def compare(one: Gradient, base: Gradient) -> dict[str, float]:
-    """Return the norm of a gradient; beside another one: cosine, and the norms of it and of the difference relative to
-    the other's (0 if either is 0)."""
+    """Return the norm of a gradient, and its comparison with another one. These are the cosine, and the norms of it and
+    of the difference relative to the other's norm (0 if either is 0)."""
     norm, of_base = (sum(_dot(value, value) for value in side.values()) ** 0.5 for side in (one, base))
     dot = sum(_dot(one[name], base[name]) for name in one)
     gaps = (one[name].double() - base[name].double() for name in one)
@@ -609,8 +608,8 @@ def compare_parts(one: Gradient, base: Gradient) -> dict[str, dict[str, float]]:
 
 
 def row_figures(treated: Treated, results: Sequence[LossResult]) -> dict[str, dict[str, float]]:
-    """Return of sampled and of retrieved rows: the number, mean log-prob and entropy, and the share of the push, the
-    sum of the norms of the rows' gradients at the head's input."""
+    """Return the figures of sampled and of retrieved rows. They are the number, mean log-prob and entropy, and the
+    share of the push: the sum of the norms of the rows' gradients at the head's input."""
     sampled_R = torch.cat(treated.sampled)
     logprobs_R = torch.cat([result.logprobs for result in results]).double()
     entropy_R = torch.cat([result.entropy for result in results]).double()
@@ -629,15 +628,15 @@ def row_figures(treated: Treated, results: Sequence[LossResult]) -> dict[str, di
 
 
 def removal(masked: Treated, removed: Treated, low: float, high: float) -> dict[str, float]:
-    """Return how removal moves the log-probs of sampled tokens: their mean distance from those in full context, and the
-    share whose ratio to these lies outside [1 - low, 1 + high], the clip range."""
+    """Return the effect of removal on the log-probs of sampled tokens. It has their mean distance from those in full
+    context, and the share with a ratio to these outside [1 - low, 1 + high], the clip range."""
     gap_R = _by_item(removed) - _by_item(masked)
     outside_R = (gap_R.exp() < 1 - low) | (gap_R.exp() > 1 + high)
     return {"logprob_gap": float(gap_R.abs().mean()), "outside_clip": float(outside_R.double().mean())}
 
 
 def _by_item(treated: Treated) -> Tensor:
-    """Return all rows' log-probs in the order of the items, for every treatment packs them in an order of its own."""
+    """Return all rows' log-probs in the order of the items, because each treatment packs them in another order."""
     found: dict[int, Tensor] = {}
     for batch in treated.batches:
         counts = [len(treated.items[n].positions) for n in batch.members]
@@ -646,8 +645,8 @@ def _by_item(treated: Treated) -> Tensor:
 
 
 def poison_changes_nothing(subject: Subject, in_loss: Treated) -> bool:
-    """Return True if loss and gradients keep their bits when the retrieved rows are there at weight 0, and all else of
-    them is poisoned: hidden states, old log-probs and advantages NaN, targets outside the vocabulary."""
+    """Return True if loss and gradients have the same bits with poisoned retrieved rows at weight 0 as without them.
+    Hidden states, old log-probs and advantages of these rows are NaN, their targets outside the vocabulary."""
     policy = subject.policy
     for batch, sampled_R in zip(in_loss.batches, in_loss.sampled, strict=True):
         with torch.no_grad():
@@ -679,7 +678,7 @@ def sweep_repeats(repeats: int) -> int:
 
 
 def sweep(subject: Subject, repeats: int, tick: Callable[[], None]) -> list[Record]:
-    """Measure the head against the share of retrieved tokens, on a part of the batch: some that did retrieve."""
+    """Measure the head against the share of retrieved tokens, on a part of the batch that retrieved some."""
     order = sorted(range(len(subject.trajectories)), key=lambda n: not subject.trajectories[n].count(Source.RETRIEVED))
     chosen = order[: min(SWEEP_TRAJECTORIES, -(-len(order) // 4))]
     trajectories = [subject.trajectories[n] for n in chosen]
@@ -711,7 +710,7 @@ def sweep(subject: Subject, repeats: int, tick: Callable[[], None]) -> list[Reco
 
 
 def show(figures: Mapping[str, Any]) -> None:
-    """Print the table, a column a treatment, and the findings in words."""
+    """Print the table, one column per treatment, and the findings in words."""
     treatments, where = figures["treatments"], figures["machine"]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("tokens in the forward", lambda one: f"{one['tokens']:,}"),
@@ -742,12 +741,12 @@ def show(figures: Mapping[str, Any]) -> None:
 
 
 def _kind(one: Mapping[str, Any], kind: str, key: str, form: str) -> str:
-    """Return a figure of one kind of rows; a dash if the treatment has none of them at the head."""
+    """Return a figure of one kind of rows; a dash if the treatment has no such rows at the head."""
     return format(one["kinds"][kind][key], form) if kind in one["kinds"] else "-"
 
 
 def findings(figures: Mapping[str, Any]) -> list[str]:
-    """Return the comparison in sentences, each with its figures."""
+    """Return the comparison in sentences with figures."""
     treatments, alone, moved = figures["treatments"], figures["retrieved_alone"], figures["removal"]
     in_loss, zeroed, masked, removed = (treatments[name] for name in TREATMENTS)
     retrieved = in_loss["kinds"]["retrieved"]

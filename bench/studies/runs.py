@@ -1,6 +1,6 @@
-"""The training runs of a study: ordinary run folders. What is finished is not done again; a killed run goes on.
+"""The training runs of a study, in ordinary run folders. Finished runs are not repeated; a killed run continues.
 
-A study of a pretrained model takes its `ModelRecipe` in place of the demo's world.
+A study of a pretrained model uses its `ModelRecipe` in place of the demo's world.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from thresher.retrieval.questions import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRun:
-    """One training run. Runs of a study differ in `seed` and in what a subclass adds."""
+    """One training run. Runs of a study differ in `seed` and in the fields of a subclass."""
 
     name: str
     seed: int
@@ -35,14 +35,14 @@ class StudyRun:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
-    """A recipe, and the folder of a model in place of the recipe's own. overrides: of the recipe, as of `--set`."""
+    """A recipe, and a model folder that replaces the recipe's own. overrides: of the recipe, as of `--set`."""
 
     path: str
     model: str | None = None
     overrides: Sequence[str] = ()
 
     def read(self, *own: str) -> Recipe:
-        """Return the recipe with a study's own assignments. UserError for an override of a key that has one."""
+        """Return the recipe with a study's own assignments. UserError for an override of an assigned key."""
         model = [] if self.model is None else [f"model.path={self.model}"]
         taken = {text.partition("=")[0].strip() for text in (*model, *own)}
         for text in self.overrides:
@@ -53,7 +53,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The loaded parts of a recipe that trajectories are sampled with."""
+    """The loaded parts of a recipe that are needed to sample trajectories."""
 
     context: RunContext
     questions: list[Question]
@@ -62,7 +62,7 @@ class Task:
 
 
 def load_task(recipe: Recipe) -> Task:
-    """Load model, index and questions. UserError where one of them does not fit the others."""
+    """Load model, index and questions. UserError if they do not fit together."""
     context = load_run_context(recipe)
     rollout = context.rollout(load_retrieval(recipe, context.system))
     questions, held_out = load_questions(recipe, context.system)
@@ -71,7 +71,7 @@ def load_task(recipe: Recipe) -> Task:
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError if a file has the name of the study's folder."""
+    """Raise UserError if the study's folder is an existing file."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
 
@@ -87,7 +87,7 @@ def check_folder(case: StudyRun) -> None:
 
 
 def run_stages(stages: Iterable[Sequence[str]], run_command: Callable[[list[str]], None]) -> None:
-    """Run the commands, each given by its words, whose --out does not exist; resume one that was killed."""
+    """Run the commands, each given by its words, whose --out does not exist; resume a killed one."""
     for typed in stages:
         into = Path(typed[typed.index("--out") + 1])
         if into.exists():
@@ -104,9 +104,9 @@ def train_all(
     allow_keys: Collection[str] = (),
     may_diverge: bool = False,
 ) -> dict[str, str]:
-    """Train what is not trained yet; `say` puts a step's record into words for the progress line.
+    """Train the unfinished runs. say: describe a step's record for the progress line.
 
-    Returns, if runs `may_diverge`, why a run stopped early, by its name: numbers that were not finite.
+    If runs `may_diverge`, return run name -> why it stopped early: numbers that were not finite.
     """
     stopped: dict[str, str] = {}
     before = 0

@@ -1,8 +1,8 @@
-"""Baselines: ways to get an answer out of an instruct model without training.
+"""Baselines: methods by which an instruct model answers without training.
 
-Each is a function of its options that returns a System, and a line of BASELINES. They share a reward, the exact match
-of the final answer, and an option `examples`, a file of worked examples to be put before the prompt. R1 of the papers'
-tables is trained: a system.
+Each is a function from its options to a System, and a line of BASELINES. They share a reward, the exact match of the
+final answer, and an option `examples`, a file of worked examples placed before the prompt. R1 of the papers' tables is
+trained and therefore a system.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ NAMES = tuple(BASELINES)
 
 
 def load_baseline(name: str, options: Mapping[str, Any]) -> System:
-    """Return the baseline of that name with its switches set; an unknown name or switch is a UserError."""
+    """Return the baseline of that name with its switches set. UserError for an unknown name or switch."""
     if name not in BASELINES:
         near = get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}"

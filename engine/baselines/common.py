@@ -21,7 +21,7 @@ from thresher.rewards.measures import answer_measures
 from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
 from thresher.rewards.tags import final_answer
 
-# How the templates of this folder ask for the answer, and how the same asks for it bare (engine/training/sft_data.py).
+# The request for the answer in this folder's templates, and the same without tags (engine/training/sft_data.py).
 TAGGED = (
     "Give the answer between <answer> and </answer>, in a few words and without any explanation, "
     "for example <answer> Lisbon </answer>."
@@ -36,7 +36,7 @@ class Options:
     examples: str | None = None
 
 
-Over = Literal["index", "given"]  # what is searched: an index or server, or the passages that a question brings
+Over = Literal["index", "given"]  # source of searches: an index or server, or the question's own passages
 
 
 def answer_reward(attempt: RewardInput) -> RewardResult:
@@ -57,7 +57,7 @@ def reader_call(question: str, passages: Sequence[Passage]) -> SubCall:
 
 
 def calls(attempt: RewardInput) -> list[Sequence[TextSegment]]:
-    """Return what was shown and written in the attempt's calls, in their order."""
+    """Return the transcripts of the attempt's calls, in order."""
     numbered = {int(name.removeprefix("call ")): pieces for name, pieces in attempt.branches.items() if "call " in name}
     return [pieces for _, pieces in sorted(numbered.items())]
 
@@ -68,17 +68,17 @@ def called_answer(attempt: RewardInput) -> str | None:
 
 
 def called_answer_reward(attempt: RewardInput) -> RewardResult:
-    """Return answer_reward of the last call's answer."""
+    """Return the same reward as answer_reward, for the answer of the last call."""
     return reward_of(called_answer(attempt), attempt)
 
 
 def built_in(name: str, options: Options, passages: bool = False) -> str:
-    """Return the template `name`.txt beside this file, after the examples if there are any."""
+    """Return the template `name`.txt next to this file, after the examples if there are any."""
     return with_examples(read_template(Path(__file__).with_name(f"{name}.txt"), passages), options)
 
 
 def with_examples(template: str, options: Options) -> str:
-    """Return the template after the examples. UserError for examples that cannot be read or that hold a place."""
+    """Return the template after the examples. UserError for unreadable examples or examples with a placeholder."""
     if options.examples is None:
         return template
     examples = read_text(options.examples).rstrip()
@@ -103,9 +103,9 @@ def baseline(
 ) -> System:
     """Return a System whose reward is the exact match of its final answer, unless `more` has another.
 
-    tags: names of pairs. prompt: the template's name, if it is not `name`. given: the prompt shows the question's
-    passages, so many being retrieved where it has none. shows: it shows other passages. k: passages of a search.
-    rollout: that section of the preset.
+    tags: names of tag pairs. prompt: name of the template, if it is not `name`. given: the prompt shows the question's
+    passages, or this number of retrieved ones if it has none. shows: the prompt shows other passages. k: passages per
+    search. rollout: that section of the preset.
     """
     room = {"max_passage_tokens": 3072} if given is not None else {}
     passages = given if given is not None else k

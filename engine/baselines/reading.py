@@ -34,19 +34,19 @@ VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt"))
 
 
 def direct(options: Options) -> System:
-    """Direct inference: the question, and the answer from the model's own knowledge."""
+    """Make the direct baseline: the model answers from its own knowledge."""
     return baseline("direct", options, ("answer",), answer_without_passages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CotOptions(Options):
-    """passages: show the question's passages, or those retrieved for it."""
+    """passages: show the question's passages, or passages retrieved for it."""
 
     passages: bool = False
 
 
 def cot(options: CotOptions) -> System:
-    """Chain of thought (Wei et al. 2022), without examples unless some are given: step by step, then the answer.
+    """Make the chain-of-thought baseline (Wei et al. 2022): reason step by step, then answer; by default no examples.
 
     Closed-book as in Search-R1's and Eval-RAR's tables; with `passages`, over documents as in EviOmni's.
     """
@@ -58,16 +58,16 @@ def cot(options: CotOptions) -> System:
 
 @dataclass(frozen=True, kw_only=True)
 class NaiveRagOptions(Options):
-    """k: passages shown, at most."""
+    """k: limit on the number of passages shown."""
 
     k: Count = 5
 
 
 def naive_rag(options: NaiveRagOptions) -> System:
-    """Naive RAG: the k best passages for the question, and the answer from them.
+    """Make the naive RAG baseline: the model answers from the k best passages for the question.
 
-    Passages are retrieved before the prompt, with the question as the query. Of passages that came with the question
-    the first k are shown; `full_passages` is the baseline for data sets that mix theirs.
+    Passages are retrieved before the prompt, with the question as the query. Of a question's own passages the first k
+    are shown; `full_passages` is the baseline for data sets that shuffle theirs.
     """
 
     def episode(question: Question, config: EpisodeConfig) -> Episode:
@@ -77,12 +77,12 @@ def naive_rag(options: NaiveRagOptions) -> System:
 
 
 def full_passages(options: Options) -> System:
-    """Full passages: all that came with the question, in their order, and the answer from them."""
+    """Make the full-passages baseline: the model answers from all passages of the question, in their order."""
     return baseline("full_passages", options, ("answer",), answer_once, prompt="passages", given=5)
 
 
 def extract_only(options: Options) -> System:
-    """Extract-only: evidence from the passages without a rationale before it, then the answer from it.
+    """Make the extract-only baseline: evidence from the passages without a rationale before it, then the answer.
 
     This is the vanilla evidence of EviOmni's and LEAR's empirical study (Table 1): the same prompt and tags without the
     reasoning, and at most 100 tokens of evidence (`thresher extract --evidence-tokens 100`).
@@ -102,17 +102,17 @@ def extract_and_answer(question: Question, config: EpisodeConfig) -> Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions(Options):
-    """file: JSONL with an id and evidence (a string, which may be empty) in every line."""
+    """file: JSONL; every line has an id and evidence (a string, possibly empty)."""
 
     file: str | None = None
 
 
 def evidence(options: EvidenceOptions) -> System:
-    """Evidence of another model: the question with what an extractor left of its passages, and the answer from that.
+    """Make the baseline that answers from evidence that an extractor took from the question's passages.
 
-    The evidence comes from a file of `thresher extract`, by the question's id. It is the one passage of the prompt of
-    `full_passages`, on which a generator is tuned (`sft.format = "qa"`); empty evidence is no passage. A question that
-    the file lacks, and evidence longer than rollout.max_passage_tokens (3,072), end the run.
+    The evidence comes from a file of `thresher extract`, by the question's id. It is the only passage in the prompt of
+    `full_passages`, on which a generator is trained (`sft.format = "qa"`); for empty evidence there is no passage. A
+    question missing in the file, or evidence longer than rollout.max_passage_tokens (3,072), ends the run.
     """
     if options.file is None:
         raise UserError(
@@ -123,7 +123,7 @@ def evidence(options: EvidenceOptions) -> System:
 
 
 def answers_from(evidence: Mapping[str, str], source: str, options: Options | None = None) -> System:
-    """Return a system that answers a question from `evidence[question.id]`. source: named where that is absent."""
+    """Return a system that answers a question from `evidence[question.id]`. source: name of the file for errors."""
 
     def episode(question: Question, config: EpisodeConfig) -> Episode:
         if question.id not in evidence:
@@ -141,7 +141,7 @@ def answers_from(evidence: Mapping[str, str], source: str, options: Options | No
 
 
 def read_evidence(path: str | Path) -> dict[str, str]:
-    """Return id -> evidence. UserError, naming file and line, for a record without both, and for an id seen before."""
+    """Return id -> evidence. UserError, naming file and line, for a record without both and for a repeated id."""
     evidence: dict[str, str] = {}
     for where, record in _records(Path(path)):
         id_ = string_field(record, "id", where)
@@ -159,14 +159,14 @@ def _records(path: Path) -> Iterator[tuple[str, Record]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SureOptions(Options):
-    """candidates: at most so many of those that were written."""
+    """candidates: limit on the number of candidates used."""
 
     candidates: Count = 2
 
 
 def sure(options: SureOptions) -> System:
-    """SuRe (Kim et al. 2024): candidate answers, a summary of the passages for each, and the candidate whose summary
-    holds.
+    """Make the SuRe baseline (Kim et al. 2024): candidate answers, a summary of the passages for each, and the
+    candidate with the best summary.
 
         question, passages  ->  <candidates>one a line</candidates>
         for each candidate  ->  call: a summary of the passages that argues for it
@@ -175,9 +175,9 @@ def sure(options: SureOptions) -> System:
                                 r = the share of its comparisons that a candidate's summary wins
         answer = the candidate with the largest v + r, the first of equals
 
-    A call's verdict is the text of its <verdict>, yes or no, 1 or 2; any other counts for no candidate [assumed]. The
-    reward reads the answer from the candidates and the calls. Preset: 2 candidates, 5 passages where a question brings
-    none [assumed].
+    The verdict of a call is the text of its <verdict>: yes or no, 1 or 2. Any other text counts for no candidate
+    [assumed]. The reward reads the answer from the candidates and the calls. Preset: 2 candidates, 5 passages for a
+    question without its own [assumed].
     """
     most = options.candidates
     return baseline(
@@ -212,13 +212,13 @@ def argue(question: Question, config: EpisodeConfig, most: int) -> Episode:
 
 
 def listed(text: str | None, most: int) -> list[str]:
-    """Return the candidates, one a line, without marks of a list and without repetitions."""
+    """Return the candidates, one per line of `text`, without list markers and duplicates, at most `most`."""
     lines = (line.strip().lstrip("-*").strip() for line in (text or "").splitlines())
     return list(dict.fromkeys(line for line in lines if line))[:most]
 
 
 def chosen(attempt: RewardInput, most: int) -> str | None:
-    """Return the answer; None without candidates, and where a call is missing."""
+    """Return the chosen candidate; None if there are no candidates or a call is missing."""
     spans = blocks(attempt.pieces, "candidates")
     candidates = listed(spans[0].text if spans else None, most)
     if len(candidates) < 2:
@@ -234,7 +234,7 @@ def chosen(attempt: RewardInput, most: int) -> str | None:
 
 
 def chosen_reward(attempt: RewardInput, most: int) -> RewardResult:
-    """Exact match of the chosen candidate."""
+    """Return the exact match of the chosen candidate."""
     return reward_of(chosen(attempt, most), attempt)
 
 

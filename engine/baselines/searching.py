@@ -45,7 +45,7 @@ from thresher.rewards.tags import final_answer
 
 
 def untrained_search_loop(options: Options) -> System:
-    """Untrained search loop: Search-R1's protocol with a model that was not trained on it."""
+    """Make the untrained search loop: Search-R1's protocol with a model that was not trained for it."""
     base = load_system("search_r1", {})
     return replace(
         base,
@@ -64,19 +64,19 @@ NO_MORE_DOCUMENTS = "\nNo more documents will come. Give the final answer now, b
 
 @dataclass(frozen=True, kw_only=True)
 class IrcotOptions(Options):
-    """reader: the answer is that of a call, which reads all passages."""
+    """reader: the answer comes from a call that reads all passages."""
 
     reader: bool = False
 
 
 def ircot(options: IrcotOptions) -> System:
-    """Interleaved retrieval and chain of thought (IRCoT, Trivedi et al. 2023): every thought is the next query.
+    """Make IRCoT, interleaved retrieval and chain of thought (Trivedi et al. 2023): every thought is the next query.
 
         question -> <information>  ->  <thought>one sentence</thought> -> <information>  ->  ..  ->  <answer>..</answer>
 
-    The question is the first query, each thought the next one. A passage is shown once. Of N turns the last may only
-    answer, and feedback says so. The answer is written in the context of thoughts and passages; with `reader`, as in
-    the original, a call reads the question and all passages after the thoughts, and its answer counts.
+    The question is the first query, each thought the next one. A passage is shown only once. Of N turns the last may
+    only answer, and feedback says so. The answer is generated in the context of thoughts and passages; with `reader`,
+    as in the original, a call after the thoughts reads the question and all passages, and its answer counts.
     """
     return baseline(
         "ircot",
@@ -100,7 +100,7 @@ def think_and_search(question: Question, config: EpisodeConfig, reader: bool) ->
 
 
 def thoughts(question: Question, config: EpisodeConfig, shown: dict[str, Passage]) -> Episode:
-    """Play the loop, and put the passages that it shows into `shown`, by id."""
+    """Yield the requests of the loop, and add the passages that it shows to `shown`, by id."""
     yield Prompt(config.template, question.question)
     query: str | None = question.question
     for turns_left in reversed(range(config.max_turns)):
@@ -127,19 +127,19 @@ ITER_TAGS = ("think", "information", "answer")
 
 @dataclass(frozen=True, kw_only=True)
 class IterRetgenOptions(Options):
-    """iterations: of retrieval and generation; 1 is retrieval for the question alone."""
+    """iterations: number of rounds of retrieval and generation; 1 retrieves only for the question."""
 
     iterations: Count = 3
 
 
 def iter_retgen(options: IterRetgenOptions) -> System:
-    """Iter-RetGen (Shao et al. 2023): retrieve, generate, and retrieve again with what was generated.
+    """Make Iter-RetGen (Shao et al. 2023): retrieve, generate, and retrieve again with the generated text.
 
         iteration 1: documents for (question)                   -> thoughts and an answer y1
         iteration t: documents for (question, y of t - 1)       -> thoughts and an answer yt
 
-    Every iteration but the last is a call, which sees the question and its own documents alone. The last one is written
-    in the trajectory, in the same form, and holds the answer. Tags are left out of a query.
+    Every iteration but the last is a call, which sees only the question and its own documents. The last one is in the
+    trajectory, in the same form, and contains the answer. Tags are removed from queries.
 
     Preset: 3 documents; 3 iterations [assumed].
     """
@@ -172,22 +172,22 @@ UNKNOWN = "The documents do not say."
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAskOptions(Options):
-    """reader: a call reads the passages and gives the intermediate answer. over: what is searched, an index or server,
-    or the passages that a question brings."""
+    """reader: a call reads the passages and returns the intermediate answer. over: source of searches, an index or
+    server, or the question's own passages."""
 
     reader: bool = False
     over: Over = "index"
 
 
 def self_ask(options: SelfAskOptions) -> System:
-    """Self-ask with search (Press et al. 2023): the model asks itself follow-up questions, and a search answers each.
+    """Make self-ask with search (Press et al. 2023): the model asks follow-up questions, and a search answers each.
 
         <followup>question</followup> -> <information>  ->  <intermediate>its answer</intermediate>
             <followup>..</followup>  ->  ..  ->  <answer>..</answer>
 
-    The original shows the search engine's own answer as the intermediate one. Here the model reads it from passages, at
-    the beginning of its next turn; with `reader`, a call answers the follow-up question from the passages, and only its
-    answer comes back. Of N turns the last may only answer, and feedback says so.
+    The original shows the search engine's answer as the intermediate one. Here the model takes it from passages, at the
+    beginning of its next turn; with `reader`, a call answers the follow-up question from the passages, and only its
+    answer is shown. Of N turns the last may only answer, and feedback says so.
     """
     made = baseline(
         "self_ask",
@@ -232,24 +232,24 @@ AGAIN = "\nThat query was searched before; its result stands above.\n"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchO1Options(Options):
-    """reading: what was found is read in a call, and only what came of it goes back."""
+    """reading: a call reads the documents, and only its result is shown."""
 
     reading: bool = True
 
 
 def search_o1(options: SearchO1Options) -> System:
-    """Search-o1 (Li et al. 2025): a model that reasons at length searches where it is unsure, and a call reads what was
-    found.
+    """Make Search-o1 (Li et al. 2025): a model that reasons at length searches when it is unsure, and a call reads the
+    documents found.
 
         .. <search>query</search>  ->  call: (question, reasoning so far, query, documents)  ->  what helps
             ->  <information>what helps</information>  ->  ..  ->  <answer>..</answer>
 
-    The call sees what was written and shown so far, and it alone sees the documents. Without a closed span it has found
-    nothing. A repeated query is not searched again. Of N turns the last may only answer. With `reading` off the
-    documents themselves come back, as in Search-R1.
+    The call sees all text written and shown so far, and only the call sees the documents. Without a closed span its
+    result is that nothing was found. A repeated query is not searched again. Of N turns the last may only answer. With
+    `reading` off the documents themselves are shown, as in Search-R1.
 
-    Preset: 10 documents, 5 searches (its README), 2,048 tokens of documents a search [assumed], a context of 8,192
-    [assumed]. The original shows the call an abridged reasoning: the first step, the last four, and those that search.
+    Preset: 10 documents, 5 searches (its README), 2,048 tokens of documents per search [assumed], a context of 8,192
+    [assumed]. In the original the call sees abridged reasoning: the first step, the last four, and those that search.
     """
     return baseline(
         "search_o1",
@@ -293,8 +293,8 @@ Name = Literal["research", "r1_searcher", "simple_deep_searcher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProtocol:
-    """query: the tags around a query. around: text before and behind the passages. answer_tag, boxed: where the answer
-    is."""
+    """query: the tags around a query. around: text before and after the passages. answer_tag, boxed: form of the
+    answer."""
 
     query: tuple[str, str]
     around: tuple[str, str]
@@ -330,14 +330,14 @@ PROTOCOLS: dict[Name, SearchProtocol] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedOptions(Options):
-    """protocol: the checkpoint's. over: as in SelfAskOptions."""
+    """protocol: of the checkpoint. over: as in SelfAskOptions."""
 
     protocol: Name = "research"
     over: Over = "index"
 
 
 def released(options: ReleasedOptions) -> System:
-    """Released checkpoints that were trained to search, each in its own protocol.
+    """Make the baseline of released checkpoints that were trained to search, each with its own protocol.
 
         research              <think>..</think> <search>query</search>  ->  <result>passages</result>  ->  ..
                               ->  <answer>.. \\boxed{answer}</answer>                    (ReSearch, Chen et al. 2025)
@@ -348,18 +348,18 @@ def released(options: ReleasedOptions) -> System:
                               ->  <|begin_search_result|>passages<|end_search_result|>  ->  ..
                               ->  .. \\boxed{answer}, to the end of the text  (SimpleDeepSearcher, Sun et al. 2025)
 
-    The tags are text to their tokenizers. A turn without a search ends the trajectory; the last of N turns may not
+    Their tokenizers treat the tags as text. A turn without a search ends the trajectory; the last of N turns may not
     search. ARENA's table has `over` = "given".
 
-        reward = EM(answer, golds)    answer: the first closed <answer>, of ReSearch the last \\boxed in it; of
-                                      SimpleDeepSearcher the last \\boxed of all that was written
+        reward = EM(answer, golds)    answer: the first closed <answer>; for ReSearch the last \\boxed in it; for
+                                      SimpleDeepSearcher the last \\boxed of the policy's whole text
 
-    Preset: 5 passages (R1-Searcher's and ReSearch's code; else [assumed]), for which 1,024 tokens are room [assumed],
-    turns of 512 tokens (R1-Searcher's code) or 1,024 (else [assumed]), 10 turns (R1-Searcher's code,
-    SimpleDeepSearcher's 10 searches; ReSearch [assumed]), a context of 8,192 [assumed]. SimpleDeepSearcher has another
-    model sum up web pages first; here the passages themselves are shown. The prompts are in our words: a checkpoint is
-    at its best under its own, by system.template. R1-Searcher (base) and ReSearch (base) take theirs without a chat
-    template (model.prompt = "raw").
+    Preset: 5 passages (R1-Searcher's and ReSearch's code; else [assumed]) in at most 1,024 tokens [assumed], turns of
+    512 tokens (R1-Searcher's code) or 1,024 (else [assumed]), 10 turns (R1-Searcher's code, SimpleDeepSearcher's 10
+    searches; ReSearch [assumed]), a context of 8,192 [assumed]. SimpleDeepSearcher first has another model summarise
+    web pages; here the passages themselves are shown. The prompts are in our words; a checkpoint performs best with its
+    own, set by system.template. R1-Searcher (base) and ReSearch (base) use theirs without a chat template, by
+    model.prompt = "raw".
     """
     known, protocol = PROTOCOLS[options.protocol], options.protocol
     limits = {"max_turns": 10, "max_turn_tokens": known.turn_tokens, "max_context": 8192, "max_passage_tokens": 1024}
@@ -399,7 +399,7 @@ def follow(question: Question, config: EpisodeConfig, protocol: Name) -> Episode
 
 
 def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
-    """Return the answer in what the policy wrote; None without one."""
+    """Return the answer in the policy's text; None if there is none."""
     known = PROTOCOLS[protocol]
     if known.answer_tag:
         answer = final_answer(pieces)
@@ -410,7 +410,7 @@ def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the text of the last closed \\boxed{..}, without a \\text{..} around it; None without one."""
+    """Return the text of the last closed \\boxed{..}, without a \\text{..} around it; None if there is none."""
     start = len(text)
     while (start := text.rfind("\\boxed{", 0, start)) >= 0:
         begin, depth = start + len("\\boxed{"), 1
@@ -428,5 +428,5 @@ def answer_of(attempt: RewardInput, protocol: Name) -> str | None:
 
 
 def released_reward(attempt: RewardInput, protocol: Name) -> RewardResult:
-    """Return the exact match of the protocol's answer."""
+    """Return the exact match of the answer in the form of the protocol."""
     return reward_of(answer_of(attempt, protocol), attempt)

@@ -1,1 +1,1 @@
-"""Compressors of passages that an extractor is compared with (options.py), and the training data of two of them."""
+"""Compressors of passages, baselines of an extractor (options.py); training data of two, and training of RECOMP."""

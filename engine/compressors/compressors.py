@@ -1,4 +1,4 @@
-"""Compressors that keep parts of passages by a score."""
+"""Compressors that select parts of passages by a score."""
 
 import re
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from thresher.retrieval.encoders.heads import TokenClassifier, load_token_classi
 from thresher.retrieval.encoders.learned import LearnedEncoder, load_encoder
 from thresher.retrieval.questions import Question
 
-# Behind these a full stop ends no sentence; nor does it behind a single capital, as in "J. Smith" or "U.S. Steel".
+# A full stop after one of these, or after a single capital ("J. Smith", "U.S. Steel"), does not end a sentence.
 _TITLES = (
     "Mr Mrs Ms Dr Prof Rev Hon Gen Col Lt Sgt Capt St Mt Ft Jr Sr vs etc No Nos Vol pp cf al ca Inc Ltd Co Corp "
     "Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
 )
 _ABBREVIATED = re.compile(rf"(?:^|[\s(\"'.])(?:[A-Z]|i\.e|e\.g|{'|'.join(_TITLES.split())})\.$")
 _END = re.compile(r"(?:[.!?]+[\"'”’)\]]*\s+|[。！？]+[」』”）]*\s*|\n\s*\n)")
-BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # of one forward
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # tokens of one forward
 
 
 def load_compressor(refining: CompressorOptions, folder: Path, device: str, context: RunContext | None) -> Compressor:
-    """Load a compressor. context: that of `folder`, where the compressor is a policy's. UserError for a folder that is
-    no such model."""
+    """Load a compressor. context: loaded from `folder`, if the compressor uses a policy. UserError if the folder holds
+    another kind of model."""
     if refining.name == "selective-context":
         assert context is not None and refining.keep is not None and refining.unit is not None
         return SelectiveContext(context.policy, context.tokenizer, refining.keep, refining.unit)
@@ -45,16 +45,16 @@ def load_compressor(refining: CompressorOptions, folder: Path, device: str, cont
 
 
 class SelectiveContext:
-    """Leaves out what a language model would have guessed; the question plays no part. UserError for a policy with no
-    token that begins or ends a text.
+    """Compressor that drops units of low self-information under a policy, independent of the question. UserError for a
+    policy without a token that begins or ends a text.
 
         I(x_t) = -log p(x_t | x_<t),    I(unit) = mean of I over its tokens,    kept: I(unit) >= the (1 - keep) quantile
 
     (Li et al. 2023, "Compressing Context to Enhance Inference Efficiency of Large Language Models", arXiv:2310.06201,
-    equations 1 to 3.) Units are sentences or tokens, of all passages of a question together. The paper sums a unit's
-    tokens, which keeps the long ones; the mean is its code's. Its code reads each sentence by itself; here, as in the
-    paper, a token's condition is its passage up to there [assumed: behind the token that begins a text, or one that
-    ends one]. Phrases, the paper's best unit, take a parser and are absent.
+    equations 1 to 3.) Units are the sentences or tokens of all passages of a question together. The paper sums over a
+    unit's tokens, which favours long units; its code takes the mean, as here. Its code reads each sentence separately;
+    here, as in the paper, a token is conditioned on the passage before it [assumed: after the token that begins a text,
+    or else one that ends a text]. Phrases, the paper's best unit, need a parser and are not implemented.
     """
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, keep: float, unit: Unit) -> None:
@@ -85,7 +85,7 @@ class SelectiveContext:
         ]
 
     def self_information(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the self-information of each text's tokens, in nats. Longer texts than the context are read in
+        """Return the self-information of each text's tokens, in nats. Texts longer than the context are processed in
         pieces."""
         room = self._likelihood.longest - len(self._begin)
         sequences, owners = [], []
@@ -120,7 +120,7 @@ class SelectiveContext:
     def _of_sentences(
         self, text: str, spans: list[tuple[int, int]], ids: list[int], information: list[float]
     ) -> list[float]:
-        """Return the mean over the tokens whose last byte lies in each span; 0 for a span without one."""
+        """Return for each span the mean over the tokens whose last byte lies in it; 0 for a span without tokens."""
         ends = list(accumulate(len(self._tokenizer.token_bytes(token)) for token in ids))
         means, first = [], 0
         for _, end in spans:
@@ -134,13 +134,13 @@ class SelectiveContext:
 
 @dataclass(frozen=True)
 class Recomp:
-    """Keeps the sentences whose vectors are next to the question's: `count` of them, or as many as there are.
+    """Compressor that keeps the `count` sentences with the largest inner product with the question, or all if fewer.
 
         score(s) = <enc_q(q), enc_s(s)>,    kept: the first N of all passages' sentences, in the passages' order
 
     (Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1; N is 1 for NQ and TriviaQA there, 2 for HotpotQA.)
-    Any encoder of `retrieval.encoders` serves. RECOMP's own are Contrievers trained by recomp_train.py; an untrained
-    one is its baseline. [assumed]: titles are no part of a sentence. Of sentences with the same score the first wins.
+    Any encoder of `retrieval.encoders` can be used. RECOMP uses Contrievers trained by recomp_train.py; an untrained
+    one is its baseline. [assumed]: titles are not part of sentences. Between equal scores the first sentence is kept.
     """
 
     encoder: LearnedEncoder
@@ -167,13 +167,13 @@ class Recomp:
 
 @dataclass(frozen=True)
 class LlmLingua2:
-    """Keeps the words that a classifier of tokens would keep, whatever the question.
+    """Compressor that keeps words by a classifier of tokens, independent of the question.
 
         p(word) = mean over its tokens of p(keep),    kept: p(word) >= the (1 - keep) quantile over all passages' words
 
     (Pan et al. 2024, "LLMLingua-2", arXiv:2403.12968, section 3.2; the classifier is in retrieval/encoders/heads.py.)
-    Words include the punctuation that touches them. Its code takes the quantile within each 512 tokens and weighs words
-    by their tokens; here each word of a question's passages is one. No token is forced to be kept.
+    Words include adjacent punctuation. Its code takes the quantile within each 512 tokens and weights words by their
+    number of tokens; here all words of a question's passages count equally. No token is forced to be kept.
     """
 
     classifier: TokenClassifier
@@ -193,7 +193,7 @@ class LlmLingua2:
 
 
 class Likelihood:
-    """Log-probs of texts under a policy, without gradients. UserError where no attention serves the policy here."""
+    """Log-probs of texts under a policy, without gradients. UserError if no attention supports the policy here."""
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer) -> None:
         self.policy, self.tokenizer = policy, tokenizer
@@ -204,7 +204,8 @@ class Likelihood:
     def logprobs(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Return for (ids, positions) the log-prob, in nats, of the id at each position given all ids before it.
 
-        Positions ascend from 1; a sequence fits into the context. Temperature 1, over the tokenizer's ids.
+        Positions ascend and start at 1 or later. A sequence must fit into the context. The softmax is over the
+        tokenizer's ids, at temperature 1.
         """
         items = [
             TrainSequence(ids=ids, positions=positions, old_logprobs=[0.0] * len(positions), advantage=0.0, weight=0.0)
@@ -225,10 +226,10 @@ class Likelihood:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of each sentence, in order; together they are the whole text, with white space behind each.
+    """Return (start, end) of each sentence, in order. They cover the whole text; white space after a sentence is in it.
 
-    A sentence ends at punctuation and white space, unless a lower case letter follows or an abbreviation precedes. Of
-    the 4,117 sentences in HotpotQA's first 100 dev questions it finds 98% of the ends, with a precision of 99%.
+    A sentence ends at punctuation and white space, unless a lower case letter follows or an abbreviation precedes. On
+    the 4,117 sentences of HotpotQA's first 100 dev questions it finds 98% of the ends, with a precision of 99%.
     """
     spans, start = [], 0
     for match in _END.finditer(text):
@@ -253,8 +254,8 @@ def sentence_texts(text: str) -> list[str]:
 
 
 def most(scores: Sequence[float], keep: float) -> list[bool]:
-    """Mark the units with a score of the (1 - keep) quantile or more, interpolated: about a share of `keep`, and one at
-    least where there is any."""
+    """Mark the units whose score is at least the interpolated (1 - keep) quantile. This is about a share of `keep`, and
+    at least one unit if there are any."""
     if not scores:
         return []
     values = np.asarray(scores, np.float64)
@@ -262,6 +263,6 @@ def most(scores: Sequence[float], keep: float) -> list[bool]:
 
 
 def lines(parts: Sequence[Sequence[str]]) -> str:
-    """Join what is kept of each passage, a line each; none for a passage of which nothing is kept."""
+    """Join the kept parts, one line per passage; a passage without kept parts has no line."""
     joined = (" ".join(part.strip() for part in kept if part.strip()) for kept in parts)
     return "\n".join(line for line in joined if line)

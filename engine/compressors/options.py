@@ -1,11 +1,11 @@
 """Compressors of `thresher extract --refiner`, with their options.
 
-    filco              a policy writes the sentences that help, after filco.txt   engine/extraction/extractor.py
-    selective-context  units of most self-information under a policy              compressors.py
-    recomp             sentences whose vectors are next to the question's         compressors.py
+    filco              a policy writes the sentences that help, by filco.txt      engine/extraction/extractor.py
+    selective-context  units of highest self-information under a policy           compressors.py
+    recomp             sentences whose vectors are nearest to the question's      compressors.py
     llmlingua-2        words that a classifier of tokens keeps                    compressors.py
 
-Deliberately absent: torch, for the command line reads this file.
+This file does not import torch, because the command line imports it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Name = Literal["filco", "selective-context", "recomp", "llmlingua-2"]
 Unit = Literal["sentence", "token"]
 NAMES: tuple[Name, ...] = ("filco", "selective-context", "recomp", "llmlingua-2")
 UNITS: tuple[Unit, ...] = ("sentence", "token")
-MEASURES = ("inclusion", "overlap", "cxmi")  # by which FilCo's sentences are chosen: training_data.py
+MEASURES = ("inclusion", "overlap", "cxmi")  # measures by which FilCo's sentences are chosen: training_data.py
 FILCO_TEMPLATE = Path(__file__).with_name("filco.txt")
 
 # Option -> the compressors that have it, and their default.
@@ -33,9 +33,9 @@ _OPTIONS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorOptions:
-    """A compressor with its options, None for those that it does not have; made by `compressor_options`.
+    """A compressor with its options; None for options that it does not have. Made by `compressor_options`.
 
-    keep: share of the units that are kept, in (0, 1]. unit: of selective-context. sentences: how many, of recomp.
+    keep: share of the units to keep, in (0, 1]. unit: of selective-context. sentences: number that recomp keeps.
     """
 
     name: Name
@@ -45,20 +45,20 @@ class CompressorOptions:
 
     @property
     def writes(self) -> bool:
-        """True if a policy writes the evidence, in a prompt; else parts of the passages are kept as they are."""
+        """Return True if a policy generates the evidence; else parts of the passages are kept unchanged."""
         return self.name == "filco"
 
     @property
     def of_encoder(self) -> bool:
-        """True if the model is an encoder, and no policy."""
+        """Return True if the model is an encoder and not a policy."""
         return self.name in ("recomp", "llmlingua-2")
 
 
 def compressor_options(
     name: Name | None, *, keep: float | None = None, unit: Unit | None = None, sentences: int | None = None
 ) -> CompressorOptions | None:
-    """Return the compressor with its defaults filled in; None: none is named. UserError for an option that
-    it does not have."""
+    """Return the compressor with defaults filled in, or None if none is named. UserError for an option that it does
+    not have."""
     options: dict[str, object] = {"keep": keep, "unit": unit, "sentences": sentences}
     for key, value in options.items():
         having = _OPTIONS[key]
@@ -71,7 +71,7 @@ def compressor_options(
 
 class Compressor(Protocol):
     def compress(self, questions: Sequence[Question]) -> list[str]:
-        """Return the kept part of each question's passages, in their order, a line each."""
+        """Return the kept parts of the passages of each question, in order, one line per passage."""
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the length of each text, in the tokens that this compressor reads."""
+        """Return the length of each text in tokens of this compressor."""

@@ -1,17 +1,17 @@
-"""RECOMP's extractive compressor, trained: `thresher train-encoder`.
+"""Training of RECOMP's extractive compressor: `thresher train-encoder`.
 
     loss(q) = -log  exp(<q, p> / tau) / (exp(<q, p> / tau) + sum over n in N of exp(<q, n> / tau))
 
-(Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1.) q, p and n are vectors of one encoder, of a question,
-of the sentence that helps most, and of those that help less (training_data.py). N is at most 5 of these, the nearest to
-q under the encoder before it is trained. No other question's sentences are contrasted.
+(Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1.) q, p and n are vectors of one encoder: of a
+question, of the sentence that helps most, and of sentences that help less (training_data.py). N holds at most 5 of
+these, the nearest to q under the encoder before training. Sentences of other questions are not used as negatives.
 
 The paper starts from Contriever: mean pooling, no norm, tau = 1. [assumed] to be the paper's: Adam, a learning rate of
-2e-5, batches of 64. [assumed]: three epochs; a warm-up over the first tenth of the steps, then down to 0; gradients
-clipped to a norm of 1; tau .05 for an encoder whose vectors have norm 1. All is float32. On a CPU the result is a
-function of the records, the start, the seed and the number of threads. Nothing is written before the end.
+2e-5, batches of 64. [assumed]: three epochs; a warm-up over the first tenth of the steps, then a decay to 0; gradients
+clipped to a norm of 1; tau .05 for an encoder whose vectors have norm 1. Everything is float32. On a CPU the result is
+a function of the records, the initial weights, the seed and the number of threads. Nothing is written before the end.
 
-Axes: B questions, S sentences of all of them one behind the other, C sentences of a question, padded; H as everywhere.
+Axes: B questions, S sentences of all questions concatenated, C sentences of a question, padded; H as everywhere.
 """
 
 import math
@@ -42,12 +42,12 @@ from thresher.retrieval.encoders.learned import (
     save_encoder,
 )
 
-HARD = 5  # negatives of a question
+HARD = 5  # negatives per question
 LR, BATCH, EPOCHS, CLIP = 2e-5, 64, 3, 1.0
 NORMED_TAU = 0.05
-HELD_OUT = 500  # records, or a tenth of them if that is less
-MICRO = 8  # questions of one forward and backward
-AT_ONCE = 512  # records whose vectors are held at once
+HELD_OUT = 500  # records, or a tenth of all if that is fewer
+MICRO = 8  # questions per forward and backward
+AT_ONCE = 512  # records whose vectors are in memory at once
 
 
 def train_recomp(
@@ -61,11 +61,10 @@ def train_recomp(
     seed: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Train the encoder in the folder `model` on the records, and write it into the new folder `out`; return its
-    figures.
+    """Train the encoder in the folder `model`, write it to the new folder `out`, and return its figures.
 
-    steps: of the optimiser, 0 for three epochs. batch: questions a step, or as many as there are. UserError for records
-    or a model that cannot be used, for an `out` that exists, and where the loss is not finite.
+    steps: of the optimiser, 0 for three epochs. batch: questions per step, at most all. UserError for records or a
+    model that cannot be used, for an existing `out`, and for a loss that is not finite.
     """
     started = time.perf_counter()
     out = Path(out)
@@ -105,7 +104,7 @@ def train_recomp(
 def contrastive_loss(query_BH: Tensor, sentence_SH: Tensor, counts: Sequence[int], tau: float) -> Tensor:
     """Return the mean over questions of the loss at the top of this file, a scalar.
 
-    query_BH, sentence_SH: floating. counts: how many of the sentences are each question's; its positive is the first.
+    query_BH, sentence_SH: floating. counts: number of sentences of each question, of which the first is the positive.
     """
     owner_S = torch.repeat_interleave(torch.tensor(counts)).to(query_BH.device)
     scores_S = (query_BH[owner_S] * sentence_SH).sum(-1) / tau
@@ -114,8 +113,8 @@ def contrastive_loss(query_BH: Tensor, sentence_SH: Tensor, counts: Sequence[int
 
 
 def evaluate(encoder: LearnedEncoder, records: Sequence[Contrast]) -> dict[str, float]:
-    """Return the mean loss against all negatives, not the hardest alone, and how often the positive is ranked before
-    each."""
+    """Return mean loss and accuracy against all negatives, not only the hardest. accuracy: share of records whose
+    positive has a higher score than every negative."""
     loss = right = 0.0
     for _, scores_C in _scored(encoder, records):
         scaled_C = scores_C / _tau(encoder)
@@ -125,7 +124,7 @@ def evaluate(encoder: LearnedEncoder, records: Sequence[Contrast]) -> dict[str, 
 
 
 def _load(model: str | Path, device: str) -> LearnedEncoder:
-    """Load an encoder in float32 on any device, where `load_encoder` has bfloat16 on CUDA, and with gradients."""
+    """Load an encoder with gradients, in float32 on any device (`load_encoder` uses bfloat16 on CUDA)."""
     place = pick_device(device)
     tokens = CUDA_BATCH_TOKENS if place.type == "cuda" else CPU_BATCH_TOKENS
     encoder = load_encoder(model, batch_tokens=tokens)
@@ -138,7 +137,7 @@ def _tau(encoder: LearnedEncoder) -> float:
 
 
 def _scored(encoder: LearnedEncoder, records: Sequence[Contrast]) -> Iterator[tuple[Contrast, NDArray[np.float64]]]:
-    """Yield each record with the float64 products of its question and sentences, its positive's first."""
+    """Yield each record with the float64 inner products of its question and sentences, the positive first."""
     for start in range(0, len(records), AT_ONCE):
         part = records[start : start + AT_ONCE]
         queries_BH = encoder.encode_queries([record.question for record in part]).astype(np.float64)
@@ -151,7 +150,7 @@ def _scored(encoder: LearnedEncoder, records: Sequence[Contrast]) -> Iterator[tu
 
 
 def _hardest(encoder: LearnedEncoder, records: Sequence[Contrast]) -> list[Contrast]:
-    """Return the records with their `HARD` negatives of highest score."""
+    """Return the records, each with its `HARD` negatives of highest score."""
     found: list[Contrast] = []
     with console.progress_line("hard negatives", len(records)) as line:
         for record, scores_C in _scored(encoder, records):
@@ -188,13 +187,13 @@ def _train(
 
 
 def _order(count: int, draw: torch.Generator) -> Iterator[int]:
-    """Yield numbers of records without end, epoch after epoch, each in an order of its own."""
+    """Yield record numbers indefinitely, each epoch in a new random order."""
     while True:
         yield from torch.randperm(count, generator=draw).tolist()
 
 
 def _backward(encoder: LearnedEncoder, records: Sequence[Contrast]) -> float:
-    """Add the gradient of the mean loss of a step's records, a few at a time; return the loss."""
+    """Accumulate the gradient of the mean loss over the records of a step, `MICRO` at a time; return the loss."""
     total = 0.0
     for start in range(0, len(records), MICRO):
         part = records[start : start + MICRO]

@@ -1,23 +1,23 @@
-"""Sentences that compressors are trained on, chosen by how much each helps to answer the question.
+"""Training data of compressors: sentences, chosen by how much each helps to answer the question.
 
 FilCo (Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Generation", arXiv:2311.08377, section
-2.2): what a filter is to learn to write, by one of three measures of how a sentence t helps to answer q with o.
+2.2): the sentences that a filter learns to write, by one of three measures of how a sentence t helps to answer q by o.
 
     inclusion   t holds a gold answer                                         every such sentence
     overlap     F1 of the words of t and o                                    the best, if it is above 0
     cxmi        log p(o | t, q) - log p(o | q), under a generator             the best, if it is above 0
 
-The paper takes inclusion for NQ and TriviaQA and cxmi for HotpotQA. Sentences are those of all passages together
-[assumed: its code has one passage at a time, the papers that compare with it five]. Where no sentence helps, the filter
-is to write nothing. The thresholds are those of its code.
+The paper uses inclusion for NQ and TriviaQA and cxmi for HotpotQA. The sentences of all passages are considered
+together [assumed: its code has one passage at a time, the papers that compare with it five]. If no sentence helps, the
+target is empty. The thresholds are those of its code.
 
 RECOMP (Xu, Shi and Choi 2024, arXiv:2310.04408, section 3.1): the sentence that helps most, and those that help less.
 
     p = argmax_s log p(o | s, q),    N = {s : log p(o | s, q) < log p(o | p, q) - margin}
 
-A question without such N has no record; p need not help more than no sentence [assumed]. A record is a line of JSON,
-{"id", "question", "positive", "negatives"}. o is the first gold answer [assumed]. The generator is asked as by the
-baseline `evidence`, with t as the one passage or with none.
+A question whose N is empty has no record; p need not help more than no sentence [assumed]. A record is a line of JSON,
+{"id", "question", "positive", "negatives"}. o is the first gold answer [assumed]. The generator's prompt is that of the
+baseline `evidence`, with the sentence as the only passage, or without passages.
 """
 
 import sys
@@ -48,8 +48,8 @@ MARGIN = 1.0  # in nats [assumed]
 
 
 class AnswerLikelihood:
-    """The likelihood of answers under a generator: in float32 on a CPU, in bfloat16 on CUDA, through its chat template
-    if it has one. tagged: the answer is between answer tags. UserError for a folder that is no such model."""
+    """Likelihood of answers under a generator, in float32 on a CPU and bfloat16 on CUDA. Its chat template is used, if
+    it has one. tagged: the answer is between answer tags. UserError for a folder without such a model."""
 
     def __init__(self, folder: str | Path, device: str = "cpu", tagged: bool = True) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -66,13 +66,13 @@ class AnswerLikelihood:
             tags=TAGS,
             k=1,
             chat=tokenizer.chat_template is not None,
-            max_passage_tokens=sys.maxsize,  # what exceeds the context is refused below
+            max_passage_tokens=sys.maxsize,  # longer prompts than the context are refused below
             passage_format=RetrievalSection().passage_format,
         )
 
     def logprobs(self, question: Question, texts: Sequence[str]) -> list[float]:
-        """Return log p(first gold answer | text, question) for each text, in nats; an empty text is no passage.
-        UserError for what is longer than the model's context."""
+        """Return log p(first gold answer | text, question) for each text, in nats; an empty text means no passage.
+        UserError for a sequence longer than the model's context."""
         gold = question.golds[0]
         answer = f"<answer> {escape_tags(gold, TAGS)} </answer>" if self._tagged else gold
         target = self._renderer.tokenizer.encode(answer)
@@ -97,8 +97,8 @@ def silver_evidence(
     device: str = "cpu",
     tagged: bool = True,
 ) -> dict[str, str]:
-    """Return question id -> the sentences that help by `measure`, a line for each passage that has some; empty where
-    none does. Every question has an answer and passages. model: the generator, of cxmi."""
+    """Return question id -> the sentences that help by `measure`, one line per passage that has any. Every question
+    must have an answer and passages. model: the generator of cxmi."""
     likelihood = None if model is None else AnswerLikelihood(model, device, tagged)
     found = {}
     with console.progress_line("sentences", len(questions)) as line:
@@ -111,7 +111,7 @@ def silver_evidence(
 
 
 def _helpful(question: Question, texts: Sequence[str], measure: str, likelihood: AnswerLikelihood | None) -> list[bool]:
-    """Mark the sentences that help; of those that are equally good the first."""
+    """Mark the sentences that help; of equally good ones the first."""
     if measure == "inclusion":
         return [contains_answer(text, question.golds) for text in texts]
     if measure == "overlap":
@@ -140,9 +140,9 @@ class Contrast:
 def make_contrasts(
     questions: Sequence[Question], model: str | Path, margin: float, device: str = "cpu", tagged: bool = True
 ) -> dict[str, Contrast]:
-    """Return question id -> its record, for those where a sentence falls short of the best by more than `margin` nats.
+    """Return question id -> record, for questions with a sentence more than `margin` nats below the best.
 
-    Every question has an answer and passages. model: the generator; device and tagged as `AnswerLikelihood` has them.
+    Every question must have an answer and passages. model: the generator. device, tagged: as in `AnswerLikelihood`.
     """
     likelihood = AnswerLikelihood(model, device, tagged)
     found = {}
@@ -161,7 +161,7 @@ def make_contrasts(
 
 
 def read_contrasts(path: str | Path) -> list[Contrast]:
-    """Return the records of a file, two at least, since one is held out. UserError names the line of a bad one."""
+    """Return the records of a file, at least two because one is held out. UserError names the line of a bad one."""
     found = [_contrast(record, row, f"{path}:{row}") for row, record in iter_jsonl(path)]
     if len(found) < 2:
         raise UserError(f"{path}: expected 2 records or more, found {len(found)}; give more questions to data sft")

@@ -1,4 +1,4 @@
-"""Recipes: one TOML file that decides a run, and the reader that turns tables into checked dataclasses.
+"""Recipes: one TOML file that determines a run, and the reader that converts tables to checked dataclasses.
 
-A new section, key or bound of the recipe may come in; no code that acts on one.
+Sections, keys and bounds of the recipe belong here; code that acts on them does not.
 """

@@ -1,7 +1,7 @@
 """The named objectives of `grpo.objective`: the surrogate of each, and the keys of [grpo] that it presets.
 
-A key of the recipe's file, or of `--set`, wins over the objective's, and the objective's over those of a system's
-preset. `objective = "FILE.py:FUNCTION"` is a surrogate of one's own (kernels/objective.py), which presets nothing.
+Keys of the recipe file or of `--set` override those of the objective, which override those of a system's preset.
+`objective = "FILE.py:FUNCTION"` is your own surrogate (kernels/objective.py), which presets nothing.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class NamedObjective:
-    """surrogate: its name in kernels/objective.py. grpo: keys of [grpo] that it presets. source: paper and equation."""
+    """surrogate: name in kernels/objective.py. grpo: keys of [grpo] that it presets. source: paper and equation."""
 
     surrogate: str
     source: str
@@ -57,9 +57,9 @@ OBJECTIVES = {
     ),
 }
 
-CLIPPED = ("clip", "gspo")  # the surrogates that dual_clip bounds
+CLIPPED = ("clip", "gspo")  # surrogates to which dual_clip applies
 
 
 def surrogate_name(objective: str) -> str:
-    """Return the surrogate of a named objective; of a user's own its FILE.py:FUNCTION."""
+    """Return the surrogate of a named objective, or the FILE.py:FUNCTION of a user's own."""
     return OBJECTIVES[objective].surrogate if objective in OBJECTIVES else objective

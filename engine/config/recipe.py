@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a run, read from one TOML file. Its sections are in sections.py.
+"""The recipe: everything that determines a run, read from one TOML file. Its sections are in sections.py.
 
     recipe = load_recipe("recipes/demo/recipe.toml", ["run.seed=1", "grpo.kl_value=k2"])
 
@@ -55,8 +55,8 @@ S = TypeVar("S", bound=Section)
 FOLDER = Path(str(files("thresher.recipes")))
 SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)"
 
-# What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
-# as long as the learning rate of no step depends on that (Recipe.scheduled_steps).
+# Keys that a resumed run may change: the files it keeps, its machine, the addresses of its servers, and its length if
+# no step's learning rate depends on it (Recipe.scheduled_steps).
 MAY_CHANGE = frozenset(
     f"{section}.{key}"
     for section, keys in {
@@ -73,10 +73,8 @@ MAY_CHANGE = frozenset(
     }.items()
     for key in keys.split()
 )
-TOOL = re.compile(
-    r"tools\.[^.]+\.(url|chat_url|concurrency)"
-)  # keys of every tool that a resumed run may change as well
-# Keys that decide where and in which portions a rollout is computed, and no trajectory.
+TOOL = re.compile(r"tools\.[^.]+\.(url|chat_url|concurrency)")  # keys of a tool that a resumed run may change
+# Keys that determine where and in which batches a rollout is computed, but not its trajectories.
 COMPUTING_KEYS = (
     "model.device",
     *(f"rollout.{key}" for key in ("max_num_seqs", "kv_block_size", "kv_tokens", "attention", "num_draft_tokens")),
@@ -85,7 +83,7 @@ COMPUTING_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
-    """All sections. Make one with `load_recipe`, or with `from_dict(Recipe, table, where)`."""
+    """All sections. Made by `load_recipe` or `from_dict(Recipe, table, where)`."""
 
     model: ModelSection
     data: DataSection | None = None
@@ -182,14 +180,14 @@ class Recipe(Section):
             )
 
     def scheduled_steps(self) -> int | None:
-        """Return the steps that the learning rate's schedule spans; None where every step has the same rate."""
+        """Return the number of steps of the learning rate's schedule; None if the rate is constant."""
         if self.optim.schedule == "constant" and self.optim.warmup_ratio == 0:
             return None
         return self.optim.schedule_steps or self.run.steps
 
     def going_on(self, stored: "Recipe") -> "Recipe":
-        """Return this recipe for a run that was begun with `stored`: with a constant schedule the warm-up keeps its
-        length in steps though run.steps changed, unless this recipe names `schedule_steps`."""
+        """Return this recipe for a run begun with `stored`. With a constant schedule the warm-up keeps its length in
+        steps even if run.steps has changed, unless this recipe sets `schedule_steps`."""
         began = stored.scheduled_steps()
         if self.optim.schedule != "constant" or self.optim.schedule_steps is not None:
             return self
@@ -206,16 +204,16 @@ class Recipe(Section):
         return section
 
     def running_at_most(self, count: int) -> "Recipe":
-        """Return the recipe with room for no more than `count` sequences at once."""
+        """Return the recipe with at most `count` sequences at once."""
         return replace(self, rollout=replace(self.rollout, max_num_seqs=min(self.rollout.max_num_seqs, count)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain tables, as TOML holds them: tuples as lists, and without what is None."""
+        """Return plain tables for TOML: tuples become lists, and None values are left out."""
         tables: dict[str, Any] = plain(self)
         return tables
 
     def to_toml(self) -> str:
-        """Return the recipe, defaults included, as a TOML file that `load_recipe` reads back to an equal one."""
+        """Return the recipe, including defaults, as a TOML file from which `load_recipe` reads an equal recipe."""
         return to_toml(self.to_dict())
 
     def write(self, path: str | Path) -> None:
@@ -223,33 +221,33 @@ class Recipe(Section):
         atomic_write_text(path, self.to_toml())
 
     def keys(self) -> dict[str, Any]:
-        """Return dotted key -> value, of what is set, defaults included."""
+        """Return dotted key -> value for all values that are not None, including defaults."""
         return dict(_leaves(self.to_dict()))
 
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of all keys that a resumed run may not change (all but MAY_CHANGE)."""
+        """Return the SHA-256, in hex, of all keys that a resumed run must not change (all but MAY_CHANGE)."""
         return hashlib.sha256(json.dumps(self._fixed(), sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: "Recipe") -> list[str]:
-        """Return "section.key is A, not B" for each key that makes the digests differ, A being ours."""
+        """Return "section.key is A, not B" for each key that makes the digests differ; A is the value here."""
         ours, theirs = self._fixed(), other._fixed()
         return [
             f"{key} is {shown(ours.get(key), 'unset')}, not {shown(theirs.get(key), 'unset')}"
             for key in {**ours, **theirs}
-            # As text, for 1, 1.0 and true are equal in Python and may be different options of a system.
+            # Compared as text, because 1, 1.0 and true are equal in Python but may be different options of a system.
             if json.dumps(ours.get(key)) != json.dumps(theirs.get(key))
         ]
 
     def _fixed(self) -> dict[str, Any]:
         fixed = {key: value for key, value in self.keys().items() if key not in MAY_CHANGE and not TOOL.fullmatch(key)}
         if (targets := fixed.get("lora.targets")) is not None:
-            # The default had none of these before there were layers with them; adapters are held to their checkpoint.
+            # Older defaults lack these targets, which came with new layers; adapters are checked against a checkpoint.
             fixed["lora.targets"] = [target for target in targets if not target.startswith("linear_")]
         if any(tool.noise is not None and len(set(tool.noise)) > 1 for tool in (self.tools or {}).values()):
-            fixed["run.steps"] = self.run.steps  # over which the noise rises
-        if self.rollout.stale_cache:  # a checkpoint drops the cache
+            fixed["run.steps"] = self.run.steps  # because the noise rises over them
+        if self.rollout.stale_cache:  # a checkpoint clears the cache
             fixed |= {f"run.{key}": getattr(self.run, key) for key in ("steps", "save_every", "best_metric")}
-        if self.rollout.partial:  # what decides which step of decoding a token is drawn in
+        if self.rollout.partial:  # keys that determine in which decoding step a token is sampled
             fixed |= {f"rollout.{key}": getattr(self.rollout, key) for key in ("kv_tokens", "num_draft_tokens")}
         return fixed
 
@@ -268,20 +266,20 @@ def load_recipe(
     overrides: Sequence[str] = (),
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
-    """Read a recipe from a TOML file, or by the name of one that came with Thresher; then apply overrides, in order.
+    """Read a recipe from a TOML file, or by the name of a shipped one; then apply overrides, in order.
 
-    overrides: "section.key=value". A value is read as TOML and, where it is none, taken as a bare string; an empty
-    value removes the key. preset: from the name of the recipe's system to values for keys that are not set. UserError
-    for an absent or malformed file, an unknown key, and a value of the wrong type or out of range.
+    overrides: "section.key=value". A value is read as TOML or, if that fails, as a bare string; an empty value removes
+    the key. preset: maps the name of the recipe's system to values for keys that are not set. UserError for an absent
+    or malformed file, an unknown key, and a value of the wrong type or out of range.
     """
     return make_recipe(read_tables(path), str(path), overrides, preset)
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """Return the tables of a TOML file, of any content; the path is as in `find_recipe`."""
+    """Return the tables of a TOML file without checking them. path: as in `find_recipe`."""
     path = find_recipe(path)
     if path.is_dir():
-        found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
+        found = min(path.glob("*.toml"), default=None)  # in the folder of a run or of recipes
         inside = "" if found is None else f", such as {found}"
         raise UserError(f"{path}: is a folder; give the path of a recipe in TOML{inside}")
     if not os.path.exists(path):
@@ -300,7 +298,7 @@ def make_recipe(
     overrides: Sequence[str] = (),
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
-    """Return the recipe of tables, which are changed in place. where: names them in errors. Else as `load_recipe`."""
+    """Return the recipe of tables, which are modified in place. where: their name in errors. Else as `load_recipe`."""
     overrides = [current_override(text) for text in overrides]
     flags = {override(tables, text) for text in overrides}
     for text in filter(unsets, overrides):
@@ -320,12 +318,12 @@ def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _preset_objective(tables: dict[str, Any], chosen: dict[str, Any]) -> None:
-    """Put the keys of the recipe's objective into [grpo], over a system's preset and under what was `chosen`. Where it
-    takes a mean over a constant, that is the most tokens that a trajectory may have."""
+    """Put the keys of the recipe's objective into [grpo]. They override a system's preset but not the keys in `chosen`.
+    If the objective divides by a constant, that is the largest number of policy tokens of a trajectory."""
     grpo = _table(tables, "grpo")
     name = grpo.get("objective", GrpoSection.objective)
     if isinstance(name, str) and "dual_clip" not in chosen and surrogate_name(name) not in CLIPPED:
-        grpo.pop("dual_clip", None)  # of a system's preset
+        grpo.pop("dual_clip", None)  # from a system's preset
     if not isinstance(name, str) or name not in OBJECTIVES:
         return
     presets = OBJECTIVES[name].grpo
@@ -335,11 +333,11 @@ def _preset_objective(tables: dict[str, Any], chosen: dict[str, Any]) -> None:
         grpo.setdefault("aggregation_constant", rollout.get("max_policy_tokens") or rollout["max_context"])
 
 
-# What `--set` says.
+# Overrides of `--set`.
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Return "key=value" strings as a table, values read as TOML or taken as bare strings."""
+    """Return "key=value" strings as a table; values are read as TOML or as bare strings."""
     table: dict[str, Any] = {}
     for text in texts:
         key, equals, written = text.partition("=")
@@ -353,8 +351,8 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def override(table: dict[str, Any], text: str) -> str:
-    """Set "section.key=value" in nested tables, or remove what "section.key=" or "section=" names; return the dotted
-    key."""
+    """Set "section.key=value" in nested tables, and return the dotted key. "section.key=" or "section=" removes the key
+    or section."""
     dotted, equals, written = text.partition("=")
     path = [part.strip() for part in dotted.split(".")]
     if equals and all(path) and not written.strip():
@@ -388,16 +386,16 @@ def _value(written: str) -> Any:
     try:
         (value,) = tomllib.loads(f"value = {written}").values()
         return plain(value)
-    except (ValueError, RecursionError, Unfit):  # Unfit: a date to TOML, the name of a folder to us
+    except (ValueError, RecursionError, Unfit):  # Unfit: a date in TOML, but possibly the name of a folder
         return written
 
 
-# Recipes that came with Thresher.
+# Recipes that are shipped with Thresher.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedRecipe:
-    """A recipe that came with Thresher. about: the first sentence of its head. system, model: as it names them."""
+    """A recipe shipped with Thresher. about: the first sentence of its head. system, model: as named in it."""
 
     name: str
     path: Path
@@ -407,18 +405,18 @@ class ShippedRecipe:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """Return all of them, by name."""
+    """Return all shipped recipes, sorted by name."""
     return [_read(path) for path in sorted(FOLDER.glob("*/*.toml"))]
 
 
 def find_recipe(path: str | Path) -> Path:
-    """Return `path`, or the recipe that came with Thresher under that name where there is nothing at `path`."""
+    """Return `path` or, if nothing exists there, the shipped recipe of that name."""
     path = Path(path)
     return path if os.path.exists(path) else _shipped(path) or path
 
 
 def shipped_recipe(name: str | Path) -> Path:
-    """Return the file of the recipe that came with Thresher under that name. UserError where there is none."""
+    """Return the file of the shipped recipe of that name. UserError if there is none."""
     if (found := _shipped(Path(name))) is None:
         names = [recipe.name for recipe in shipped_recipes()]
         close = get_close_matches(str(name), names, 1)

@@ -1,6 +1,6 @@
-"""Every key of a recipe, with its meaning, its default, what it takes, and the systems that preset it.
+"""Every key of a recipe, with its meaning, its default, its accepted values, and the systems that preset it.
 
-All but the presets is read from sections.py: the meaning is the comment behind a field or above it.
+Everything except the presets is read from sections.py: the meaning is the comment after a field or above it.
 """
 
 import ast
@@ -18,7 +18,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import expected, hints, key_of, named_section_in, section_in, toml_value
 
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]  # system -> section -> key -> value
-NAMED = {section for section, hint in hints(Recipe).items() if named_section_in(hint)}  # [section.NAME], of any name
+NAMED = {section for section, hint in hints(Recipe).items() if named_section_in(hint)}  # [section.NAME], any NAME
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def keys_of(presets: Presets) -> list[Key]:
 
 
 def about(section: str) -> str:
-    """Return the purpose of a section: its docstring, without its name."""
+    """Return the purpose of a section: its docstring without the name."""
     text = " ".join((inspect.getdoc(_class_of(section)) or "").split())
     return text.removeprefix(f"[{section}] ").removeprefix(f"[{section}.NAME] ")
 
@@ -69,7 +69,7 @@ def _class_of(section: str) -> type[Any]:
 
 
 def meanings_of(cls: type) -> dict[str, str]:
-    """Return field -> the lines of comments above it and the comment behind it."""
+    """Return field -> the comment lines above it and the comment after it, joined."""
     source = textwrap.dedent(inspect.getsource(cls))
     comments = {
         token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
@@ -92,7 +92,7 @@ def meanings_of(cls: type) -> dict[str, str]:
 
 
 def explain(keys: Sequence[Key], asked: str) -> list[Key]:
-    """Return the keys that `asked` names: "section.key", "section", or "key". UserError with a suggestion for none."""
+    """Return the keys named by "section.key", "section" or "key". UserError with a suggestion if there are none."""
     asked = asked.strip("[] ")
     found = [key for key in keys if asked in (key.dotted, key.section, key.name)]
     if not found:
@@ -133,7 +133,7 @@ def markdown(keys: Sequence[Key]) -> str:
 
 
 def by_value(key: Key) -> dict[str, list[str]]:
-    """Return preset value -> the systems that have it."""
+    """Return preset value -> names of the systems with that value."""
     found: dict[str, list[str]] = {}
     for system, value in key.presets.items():
         found.setdefault(value, []).append(system)

@@ -1,4 +1,4 @@
-"""Recipe keys and flags that have another name now. The old one is read for one release, with one line on stderr."""
+"""Recipe keys and flags that were renamed. The old name is read for one release, with a warning on stderr."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ FLAGS = {
 def current_tables(tables: dict[str, Any], where: str) -> dict[str, Any]:
     """Rename the old keys of a recipe's tables in place, and return the tables.
 
-    where: names the tables in the warning. Raises UserError for a key that stands there under both names.
+    where: name of the tables in the warning. UserError for a key that is set under both names.
     """
     for old, new in KEYS.items():
         (section, key), name = old.split("."), new.partition(".")[2]
@@ -42,14 +42,14 @@ def current_tables(tables: dict[str, Any], where: str) -> dict[str, Any]:
             continue
         if name in table:
             raise UserError(f"{where}: [{section}] {key} is the old name of {name}, which is there too; leave one out")
-        # Keys keep their order, in which the first that is wrong is named.
+        # Keep the order of keys, because errors name the first wrong key.
         tables[section] = {name if each == key else each: value for each, value in table.items()}
         _warn(where, old, new)
     return tables
 
 
 def current_override(text: str) -> str:
-    """Return the "section.key=value" of `--set` with the name that its key has now."""
+    """Return the "section.key=value" of `--set` with the current name of its key."""
     key, equals, value = text.partition("=")
     if (old := key.strip()) not in KEYS:
         return text
@@ -58,7 +58,7 @@ def current_override(text: str) -> str:
 
 
 def current_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the names that their flags have now. A word behind `--` is no flag."""
+    """Return the words of a command line with the current names of flags. Words after `--` are not flags."""
     end = words.index("--") if "--" in words else len(words)
     found = list(words)
     for place, word in enumerate(words[:end]):
@@ -71,6 +71,6 @@ def current_words(words: Sequence[str]) -> list[str]:
 
 @cache
 def _warn(where: str, old: str, new: str) -> None:
-    """Print the line, once a process for each place."""
+    """Print the warning, once per process for each `where`, `old` and `new`."""
     text = f"{where}: {old} is now called {new}; the old name is read until the next release"
     print(console.visible(text), file=sys.stderr)

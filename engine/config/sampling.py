@@ -1,6 +1,6 @@
 """The ranges of the sampling parameters, for the Python API, the recipe and the command line.
 
-Kernels divide by the temperature, or multiply by its reciprocal, in float32: both have to be normal numbers. The bounds
+Kernels divide by the temperature, or multiply by its reciprocal, in float32, so both must be normal numbers. The bounds
 here are narrower: at LOWEST, logits of up to 3e8 have a finite quotient.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from thresher.common.errors import LARGEST_INT, UserError, as_number, as_whole, shown
 
 LOWEST, HIGHEST = 1e-30, 1e30
-MOST_SAMPLES = 65_536  # of what is allocated in advance
+MOST_SAMPLES = 65_536  # limit, because samples are allocated in advance
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """A parameter is a number from `low` to `high`, whole if `whole`; or 0, if `zero`."""
+    """Range of a parameter: a number from `low` to `high`, whole if `whole`, or 0 if `zero`."""
 
     low: float
     high: float
@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 def checked(where: str, name: str, value: object) -> float:
-    """Return the value as an int (of whole parameters) or a float. UserError, starting with `where`, for any other."""
+    """Return the value as an int (whole parameters) or a float. UserError, starting with `where`, if out of range."""
     bounds = BOUNDS[name]
     number = as_whole(value) if bounds.whole else as_number(value)
     if number is None or not bounds.admits(number):

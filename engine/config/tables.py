@@ -1,10 +1,10 @@
-"""Frozen dataclasses from nested TOML tables and back, strictly.
+"""Strict conversion of nested TOML tables to frozen dataclasses and back.
 
-A field's name, type and default are its whole definition; its key is its name, without the underscore that ends a name
-which Python reserves (`async_`). A bound on a number is part of its type (`Count`,
-`Annotated[float, Within(..)]`); rules between fields are in `check`. Types: int, float, bool, str, Literal of strings,
-tuple, dict[str, Any] (a free table), another Section, dict[str, Section] (sections by name), each also `| None`. The
-default of an optional field is None, for a file cannot say "nothing".
+Name, type and default define a field; its key is its name, without the final underscore of a name that Python reserves
+(`async_`). A bound on a number is part of its type (`Count`, `Annotated[float, Within(..)]`); rules between fields are
+in `check`. Types: int, float, bool, str, Literal of strings, tuple, dict[str, Any] (a free table), another Section,
+dict[str, Section] (sections by name), each also `| None`. The default of an optional field is None, because TOML has no
+null value.
 """
 
 import difflib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Within:
-    """The bounds of a number, used as `Annotated[float, Within(low, high)]`; both ends belong unless open."""
+    """Bounds of a number, used as `Annotated[float, Within(low, high)]`; both are inclusive unless open."""
 
     low: float = -sys.float_info.max
     high: float = sys.float_info.max
@@ -42,17 +42,17 @@ class Within:
 
 
 Count = Annotated[int, Within(1)]
-SmallCount = Annotated[int, Within(1, 65_536)]  # of what is allocated in advance: samples, slots, requests
+SmallCount = Annotated[int, Within(1, 65_536)]  # for objects that are allocated in advance: samples, slots, requests
 Natural = Annotated[int, Within(0)]
 Positive = Annotated[float, Within(0, open_low=True)]
 NotNegative = Annotated[float, Within(0)]
-NotNegative32 = Annotated[float, Within(0, 3.4e38)]  # of what kernels take as a float32
+NotNegative32 = Annotated[float, Within(0, 3.4e38)]  # for values that kernels take as float32
 Share = Annotated[float, Within(0, 1)]
 BelowOne = Annotated[float, Within(0, 1, open_high=True)]
 
 
 class FieldError(UserError):
-    """A bad value that a section found. It knows the (dotted) key, not the file."""
+    """Error for an invalid value in a section. It contains the (dotted) key, not the file."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -60,9 +60,9 @@ class FieldError(UserError):
 
 
 class Section:
-    """Base of frozen dataclasses whose values are converted and checked however the object is made.
+    """Base of frozen dataclasses whose values are converted and checked on every construction.
 
-    FORMER: (key, value) that was a choice once -> what to write now.
+    FORMER: (key, value) that used to be valid -> advice for the error message.
     """
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {}
@@ -73,7 +73,7 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Check rules between fields; raise FieldError where one is broken."""
+        """Check rules between fields; raise FieldError if one is violated."""
 
     @classmethod
     def wants(cls) -> str:
@@ -82,14 +82,14 @@ class Section:
 
 
 class Unfit(Exception):
-    """The value does not fit its type; the caller that catches it has the words."""
+    """Error for a value that does not fit its type; the caller that catches it adds the message."""
 
 
 def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str] = (), path: tuple[str, ...] = ()) -> T:
     """Make a Section, or another dataclass, of nested tables.
 
-    where: the file, named first in every error. flags: dotted keys that came by `--set`, which is named for them
-    instead. path: of `table` in the file. UserError for an unknown or missing key, a wrong type, a value out of range.
+    where: the file, named first in every error. flags: dotted keys set by `--set`, which errors then name instead.
+    path: of `table` in the file. UserError for an unknown or missing key, a wrong type, a value out of range.
     """
     if not isinstance(table, Mapping):
         raise UserError(f"{_place(where, path, flags)}: expected a section, got {shown(table)}")
@@ -113,18 +113,18 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
         elif key_of(name) in required(cls):
             raise UserError(f"{_place(where, here, flags)}: expected {expected(hint)}, got nothing; add it")
     try:
-        # A Section checks its values itself; any other dataclass has them checked here.
+        # A Section checks its values itself; values of other dataclasses are checked here.
         return cls(**{name: _field_value(cls, name, known[key_of(name)], value) for name, value in values.items()})
     except FieldError as error:
         raise UserError(f"{_place(where, (*path, *error.key.split('.')), flags)}: {error.problem}") from None
 
 
 def check_key(cls: type, dotted: str) -> None:
-    """Raise UserError unless there is a field of that dotted key; a free table may hold any."""
+    """Raise UserError unless there is a field of that dotted key; a free table accepts any key."""
     here: Any = cls
     for key in (part.strip() for part in dotted.split(".")):
         if (named := named_section_in(here)) is not None:
-            here = named  # of any name
+            here = named  # a section of any name
             continue
         if get_origin(here) is dict:
             return
@@ -158,7 +158,7 @@ def required(cls: type) -> list[str]:
 
 
 def section_in(hint: Any) -> type[Any] | None:
-    """Return the dataclass that a hint (or hint `| None`) names, if it names one."""
+    """Return the dataclass of a hint (or hint `| None`); None for other hints."""
     inner = _inner(hint)
     return inner if isinstance(inner, type) and is_dataclass(inner) else None
 
@@ -189,7 +189,7 @@ def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """Return `value` as the hint wants it, or raise Unfit. Only an int for a float and a list for a tuple change."""
+    """Convert `value` to the type of `hint`, or raise Unfit. Only int to float and list to tuple are converted."""
     inner = _inner(hint)
     origin, args = get_origin(inner), get_args(inner)
     if inner is not hint and value is None:
@@ -235,7 +235,7 @@ def _require(fits: bool, value: T) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Return a deep copy in strings, numbers, booleans, lists and dicts, or raise Unfit. A dataclass drops its None."""
+    """Return a deep copy of strings, numbers, booleans, lists and dicts, or raise Unfit. None fields are dropped."""
     if is_dataclass(value):
         present = {key_of(f.name): getattr(value, f.name) for f in fields(value)}
         return {key: plain(part) for key, part in present.items() if part is not None}
@@ -250,7 +250,7 @@ def plain(value: Any) -> Any:
 
 
 def expected(hint: Any) -> str:
-    """Return what a hint wants, in words."""
+    """Describe the values that a hint accepts."""
     inner = _inner(hint)
     origin, args = get_origin(inner), get_args(inner)
     if origin in (Union, UnionType):
@@ -271,7 +271,7 @@ def expected(hint: Any) -> str:
 
 
 def shown(value: Any, nothing: str = "nothing") -> str:
-    """Return a value for an error message: as in TOML, and short."""
+    """Return a value for an error message, as in TOML and shortened."""
     if value is None:
         return nothing
     if is_dataclass(value) or (isinstance(value, Mapping) and value):
@@ -298,7 +298,7 @@ def _suggestion(key: str, known: Collection[str]) -> str:
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:
-    """Return a TOML file of sections, one line a key; tables inside a section are inline."""
+    """Return a TOML file of sections, one line per key; tables inside a section are inline."""
     blocks = [
         "\n".join([f"[{name}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in table.items())])
         for name, table in tables.items()
@@ -307,13 +307,13 @@ def to_toml(tables: dict[str, dict[str, Any]]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value on one line of TOML, which reads back to the same value and type; raise Unfit if it has none."""
+    """Return a value as one line of TOML that reads back to the same value and type; raise Unfit if there is none."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):  # JSON escapes what TOML wants escaped, except DEL
+    if isinstance(value, str):  # JSON escapes all characters that TOML must escape, except DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
-        return repr(value)  # a float's shortest exact text; inf and nan are spelt as in TOML
+        return repr(value)  # shortest exact text of a float; inf and nan are spelt as in TOML
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
@@ -323,5 +323,5 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """Return a key, quoted if it must be."""
+    """Return a key, quoted if necessary."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

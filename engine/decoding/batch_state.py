@@ -1,27 +1,27 @@
-"""The state of the running sequences, in arrays made once.
+"""State of the running sequences, in arrays that are allocated once.
 
-A running sequence has a slot, a row of every array. A step reads the arrays and writes what changed into them; nothing
-is made from a list of sequences. The host changes a slot when its sequence begins, ends, or gets text that it did not
-write.
+A running sequence has a slot, which is one row of every array. A step reads the arrays and writes its changes into
+them; no array is built from a list of sequences. The host changes a slot when its sequence begins, ends, or gets text
+that it did not sample.
 
-    on the host (numpy), from what the host has done         on the policy's device
-    known_B    tokens of the sequence                        tokens_BL    its ids
-    cached_B   those whose keys and values are cached        logprobs_BL  of those that it sampled; none with a mirror
-    table_BP   its blocks, blocks_B of them, then 0          seeds_B      its noise
-    room_B     tokens left to the turn; 0: no turn           state_B      of the stop automaton
-    prompt_B   tokens of its prompt                          temperature, top_k, top_p, min_p _B
+    on the host (numpy), derived from its own actions        on the policy's device
+    known_B    number of tokens of the sequence              tokens_BL    token ids
+    cached_B   number of tokens in the KV cache              logprobs_BL  of sampled tokens; empty with a mirror
+    table_BP   its blocks, blocks_B of them, then 0          seeds_B      seeds of the noise
+    room_B     tokens left in the turn; 0: no turn           state_B      states of the stop automaton
+    prompt_B   number of tokens of its prompt                temperature, top_k, top_p, min_p _B
 
-    known = cached        the last token's hidden state is there: a token can be drawn
-    known = cached + 1    the last token was drawn, or appended, and is fed next
-    known > cached + 1    a prompt, or appended text, to be prefilled
+    known = cached        the last token's hidden state is available: a token can be drawn
+    known = cached + 1    the last token was drawn or appended, and is fed next
+    known > cached + 1    a prompt or appended text has to be prefilled
 
-drafted_B counts the drafts behind the known tokens in this step (speculative.py), tried_B and taken_B the drafts since
-the slot was opened, and the accepted ones. Ids, seeds and states that the host writes go to the device together, in
-`send`: for a copy of each the host would wait until the device is idle.
+drafted_B is the number of drafts after the known tokens in this step (speculative.py). tried_B and taken_B count the
+drafts and the accepted drafts since the slot was opened. Ids, seeds and states that the host writes are copied to the
+device together, in `send`, because a separate copy of each would make the host wait until the device is idle.
 
-`StopTables` are the stop automata of all slots; `accept_tokens` writes what a step has drawn.
+`StopTables` holds the stop automata of all slots; `accept_tokens` writes the tokens that a step has drawn.
 
-Axes: B slots, L tokens of a sequence, P blocks of a sequence, N the slots that draw in this step, C columns of the stop
+Axes: B slots, L tokens of a sequence, P blocks of a sequence, N slots that draw in this step, C columns of the stop
 tables, V vocabulary, X a list over several slots.
 """
 
@@ -44,14 +44,14 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 RULES = (torch.float32, torch.int64, torch.float32, torch.float32)  # temperature, top-k, top-p, min-p
-NOT_FINITE = -1  # a code beside those of `StopTables.advance`: the token's log-prob is NaN or infinite
+NOT_FINITE = -1  # a code in addition to those of `StopTables.advance`: the token's log-prob is NaN or infinite
 
 
 class BatchState:
-    """Arrays for `slots` sequences of at most `length` tokens in at most `blocks` blocks, and one spare slot that rows
-    which pad a batch read and write.
+    """Arrays for `slots` sequences of up to `length` tokens in up to `blocks` blocks, and a spare slot for padding
+    rows.
 
-    mirror: the host has ids and log-probs of its own, which `note_drawn` fills.
+    mirror: the host has its own copy of ids and log-probs, which `note_drawn` fills.
     """
 
     def __init__(self, slots: int, length: int, blocks: int, device: torch.device, mirror: bool = False) -> None:
@@ -66,13 +66,13 @@ class BatchState:
         tokens, self.seeds_B, self.state_B = self._all.split(sizes)
         self.tokens_BL = tokens.view(slots, length)
         self.logprobs_BL = torch.zeros(slots, 0 if mirror else length, device=device)
-        self._seeds, self._states = (sum(sizes[:count]) for count in (1, 2))  # where they begin in _all
-        # What the host writes: on a CPU _all itself, for a call of torch costs more than one of numpy; else an image,
-        # of which `send` copies these places.
+        self._seeds, self._states = (sum(sizes[:count]) for count in (1, 2))  # offsets in _all
+        # The host writes here: on a CPU into _all itself, because a numpy call costs less than a torch call; otherwise
+        # into an image, from which `send` copies the places in _unsent.
         self._has_image = mirror or device.type != "cpu"
         self._host = np.zeros(sum(sizes), np.int64) if self._has_image else self._all.numpy()
         self._unsent: list[Ints] = []
-        # What it reads: a GPU's own tensors where there is no mirror.
+        # The host reads here: on a GPU without a mirror, from the GPU's own tensors.
         self._mirrors = mirror
         self._tokens: Any = self._host[: sizes[0]].reshape(slots, length)
         self._logprobs: Any
@@ -88,7 +88,7 @@ class BatchState:
         self._free = list(range(slots - 2, -1, -1))
 
     def clear(self) -> None:
-        """Free all slots. The tensors stay where they are, and so do the rules."""
+        """Free all slots. The tensors stay in place, and the sampling settings are kept."""
         counts_B = (self.known_B, self.cached_B, self.room_B, self.blocks_B, self.drafted_B, self.tried_B, self.taken_B)
         for array in (*counts_B, self.prompt_B, self.table_BP):
             array[:] = 0
@@ -105,7 +105,7 @@ class BatchState:
         self.prompt_B[slot] = len(sequence.prompt.ids)
         self._write(self._seeds + slot, [sequence.seed])
         if self.draws[slot] != sequence.draw:
-            # Free slots take the same settings: rows that are all sampled alike cost less.
+            # Free slots take the same settings, because rows with equal settings cost less to sample.
             free = {*self._free, self.spare}
             self.draws = [sequence.draw if x in free or x == slot else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()
@@ -125,39 +125,39 @@ class BatchState:
         self._write(self._states + sequence.slot, [sequence.stop_state])
 
     def send(self) -> None:
-        """Copy what the host has written to the device, without waiting. The next forward or draw reads it there."""
+        """Copy the host's writes to the device without blocking. The next forward or draw reads them there."""
         if self._unsent:
             place_X = np.concatenate(self._unsent)
             sent_2X = to_device(np.stack([place_X, self._host[place_X]]), self.device)
-            self._all[sent_2X[0]] = sent_2X[1]  # a place that comes twice has the same value twice
+            self._all[sent_2X[0]] = sent_2X[1]  # a repeated place has the same value each time
             self._unsent.clear()
 
     def _write(self, place: int, values: Sequence[int]) -> None:
-        """Write ids, seeds or states from this place of _all on."""
+        """Write ids, seeds or states into _all from this place on."""
         end = place + len(values)
         self._host[place:end] = values
         if self._has_image:
             self._unsent.append(np.arange(place, end))
 
     def put_drafts(self, slot_N: Ints, ids_NK: Ints, count_N: Ints) -> None:
-        """Put the first `count_N` drafts of each slot behind its known tokens, to be fed with them."""
+        """Put the first `count_N` drafts of each slot after its known tokens, to be fed with them."""
         self.drafted_B[slot_N] = count_N
         row, column = np.nonzero(np.arange(ids_NK.shape[1]) < count_N[:, None])
         self.host_tokens()[slot_N[row], self.known_B[slot_N[row]] + column] = ids_NK[row, column]
 
     def drafts_of(self, slot_N: Ints, most: int) -> Ints:
-        """Return the drafts behind the known tokens, [N, most]; beyond a slot's last one, any ids."""
+        """Return the drafts after the known tokens, [N, most]; entries after a slot's last draft are arbitrary ids."""
         place_NK = self.known_B[slot_N, None] + np.arange(most)
         drafts_NK: Ints = self.host_tokens()[slot_N[:, None], np.minimum(place_NK, self.length - 1)]
         return drafts_NK
 
     def host_tokens(self) -> Ints:
-        """Return tokens_BL as an array of the host: the mirror, or on a CPU the tensor's own memory."""
+        """Return tokens_BL as a host array: the mirror, or on a CPU the tensor's own memory."""
         assert isinstance(self._tokens, np.ndarray)
         return self._tokens
 
     def close(self, sequence: TokenSequence) -> None:
-        """Free the slot; a turn's tokens so far go to the sequence, which may be admitted again."""
+        """Free the slot. The tokens of an unfinished turn go to the sequence, which may be admitted again."""
         slot = sequence.slot
         if sequence.writing:
             self.read_turn(sequence)
@@ -179,13 +179,13 @@ class BatchState:
         self.known_B[slot] = known + len(ids)
 
     def note_drawn(self, slot_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
-        """Write the tokens drawn at these positions into the mirror, once they are read back."""
+        """Write the tokens drawn at these positions into the mirror, after they have been read back."""
         assert self._mirrors
         self._tokens[slot_N, position_N] = ids_N
         self._logprobs[slot_N, position_N] = logprobs_N
 
     def newest(self, slot: int, count: int) -> list[int]:
-        """Return the slot's last ids."""
+        """Return the last `count` ids of the slot."""
         known = int(self.known_B[slot])
         ids: list[int] = self._tokens[slot, known - count : known].tolist()
         return ids
@@ -197,7 +197,7 @@ class BatchState:
         sequence.logprobs = self._logprobs[sequence.slot, turn].tolist()
 
     def extend(self, slots_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
-        """Append `blocks_N` new blocks to each slot's table, out of `pool_take`."""
+        """Append `blocks_N` new blocks, taken from `pool_take`, to each slot's table."""
         slot_X = np.repeat(slots_N, blocks_N)
         place_X = np.arange(len(pool_take)) - np.repeat(np.cumsum(blocks_N) - blocks_N, blocks_N)
         self.table_BP[slot_X, self.blocks_B[slot_X] + place_X] = pool_take
@@ -209,7 +209,7 @@ class BatchState:
         return blocks
 
     def _rules(self) -> SamplingTensors:
-        """Write the slots' rules into the tensors, which captured steps read."""
+        """Write the slots' sampling settings into the tensors that captured steps read."""
         columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
         kinds = (np.float32, np.int64, np.float32, np.float32)
         host = tuple(map(np.array, columns, kinds))
@@ -220,22 +220,22 @@ class BatchState:
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting; on a CPU the tensor has the array's memory."""
+    """Copy an array to a GPU without blocking; on a CPU the tensor shares the array's memory."""
     return to_pinned(values, device).to(device, non_blocking=True)
 
 
 def to_pinned(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return a copy from which a GPU copies without waiting, and whose memory torch keeps until it has; on a CPU the
-    tensor has the array's memory."""
+    """Return a pinned copy, from which a GPU copies without blocking. torch keeps its memory until the copy is done. On
+    a CPU the tensor shares the array's memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class StopTables:
-    """The tables of several TagMatchers in one, so that sequences with different stops advance in one look-up.
+    """Tables of several TagMatchers in one, so that sequences with different stops advance in one look-up.
 
-    The states of all matchers are numbered one after the other. State 0 has no stops. `advance` gives a code for every
-    token: 0 goes on, 1 is the end of text, c + 1 a hit of the matcher's code c; a token that is both is a hit.
+    The states of all matchers are numbered consecutively. State 0 has no stops. `advance` returns a code for every
+    token: 0 continues, 1 is the end of text, c + 1 is a hit with the matcher's code c. A token that is both is a hit.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], device: torch.device) -> None:
@@ -251,18 +251,18 @@ class StopTables:
         self._lay()
 
     def start(self, stop: tuple[str, ...], lead: bytes = b"") -> int:
-        """Return the state before a turn's first token; lead: bytes that open its text."""
+        """Return the state before a turn's first token. lead: bytes with which its text begins."""
         if stop not in self._starts:
             matcher = self._matchers[stop] = TagMatcher(self.tokenizer, stop)
             first = self._starts[stop] = sum(len(next_AC) for _, next_AC, _ in self._parts)
             columns_V, next_AC, code_AC = matcher.tables()
-            # A matcher's integer type is as narrow as its own states need; here states count over all matchers.
+            # A matcher's integer type fits its own states only; here states are numbered over all matchers.
             self._parts.append((columns_V[None], next_AC.astype(np.int64) + first, code_AC))
             self._lay()
         return self._starts[stop] + (self._matchers[stop].start(lead) if stop else 0)
 
     def behind(self, stop: tuple[str, ...], lead: bytes, ids: Sequence[int]) -> int:
-        """Return the state of a turn behind these ids, of which none ended it."""
+        """Return the state of a turn after these ids, none of which ended it."""
         state = self.start(stop, lead)
         if not stop or not ids:
             return state
@@ -273,7 +273,7 @@ class StopTables:
         return state
 
     def advance(self, state_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states and codes after one more token each, int64 [N]."""
+        """Return the states and codes after one more token per sequence, int64 [N]."""
         at_N = self._base_A[state_N] + self._columns_XV[self._matcher_A[state_N], ids_N]
         code_N = self._code[at_N]
         return self._next[at_N], torch.where(code_N > 0, code_N + 1, self._eos_V[ids_N])
@@ -296,12 +296,12 @@ class StopTables:
         self._base_A = put([np.cumsum(width_A) - width_A])
 
 
-# --- The tokens that a step sampled, and which of them are accepted
+# --- The tokens that a step has drawn, and their acceptance
 
 
 class Drawn(NamedTuple):
-    """A step's draws for each sequence, on the host: ids and log-probs of its rows, the code of `advance_checked` for
-    the last accepted token, and the number of accepted tokens."""
+    """Tokens that a step has drawn for each sequence, on the host: ids and log-probs of its rows, the code of
+    `advance_checked` for the last accepted token, and the number of accepted tokens."""
 
     ids_NQ: Ints
     logprobs_NQ: npt.NDArray[np.float32]
@@ -319,13 +319,14 @@ class Drawn(NamedTuple):
 
 
 class DrawnRows(NamedTuple):
-    """`Drawn` on its way to the host: a row of `pack_drawn` for each sequence, and padding. done: None on a CPU."""
+    """`Drawn` during its copy to the host: one row of `pack_drawn` per sequence, and padding. done: the end of the
+    copy, None on a CPU."""
 
     rows_BX: torch.Tensor
     done: "torch.cuda.Event | None"
 
     def read(self, count: int) -> Drawn:
-        """Return the draws of the first `count` sequences, once they have arrived."""
+        """Return the draws of the first `count` sequences, after waiting for the copy."""
         if self.done is not None:
             self.done.synchronize()
         columns_XN = np.ascontiguousarray(self.rows_BX.numpy()[:count].T)
@@ -335,14 +336,14 @@ class DrawnRows(NamedTuple):
 
 
 def drawn_width(rows: int) -> int:
-    """Return the length of a row of `pack_drawn`, for so many rows of a sequence."""
+    """Return the length of a row of `pack_drawn` for a sequence with `rows` rows."""
     return 2 + 2 * rows
 
 
 def pack_drawn(
     ids_NQ: torch.Tensor, logprobs_NQ: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor, out_NX: torch.Tensor
 ) -> None:
-    """Write a row for each sequence, int32: code, taken, ids (below 2^31), and the bits of the log-probs."""
+    """Write one int32 row per sequence: code, taken, ids (below 2^31), and the bits of the log-probs."""
     columns = (code_N.int()[:, None], taken_N.int()[:, None], ids_NQ.int(), logprobs_NQ.float().view(torch.int32))
     torch.cat(columns, 1, out=out_NX)
 
@@ -350,13 +351,13 @@ def pack_drawn(
 def advance_checked(
     stops: StopTables, state_N: torch.Tensor, ids_N: torch.Tensor, logprobs_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance as `StopTables.advance`, with the code NOT_FINITE where the drawn token's log-prob is not finite.
+    """Call `StopTables.advance`, and return the code NOT_FINITE where the drawn token's log-prob is not finite.
 
-    A logit of NaN or +inf in a row makes the log-prob NaN, and so does a row of -inf alone. -inf beside finite logits
-    is a masked column. The code is read back in any case, so the check costs no transfer.
+    A logit of NaN or +inf makes the log-prob of its row NaN, and so does a row in which all logits are -inf. A logit of
+    -inf next to finite ones is a masked column. The code is read back in any case, so the check costs no transfer.
     """
     state_N, code_N = stops.advance(state_N, ids_N)
-    return state_N, torch.where(logprobs_N > -torch.inf, code_N, NOT_FINITE)  # of NaN, too, this is False
+    return state_N, torch.where(logprobs_N > -torch.inf, code_N, NOT_FINITE)  # False for NaN, too
 
 
 def count_accepted(
@@ -368,8 +369,7 @@ def count_accepted(
     drafted_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the states after the last accepted token, its codes, and the numbers of accepted tokens, int64 [N].
-
-    ids_NQ: drawn, first behind the known tokens, then behind the drafts, of which a sequence has drafted_N."""
+    ids_NQ: ids drawn after the known tokens and after each draft. drafted_N: number of drafts of each sequence."""
     state_N, code_N = advance_checked(stops, state_N, ids_NQ[:, 0], logprobs_NQ[:, 0])
     taken_N = torch.ones_like(code_N)
     if not drafts_NK.shape[1]:
@@ -389,10 +389,10 @@ def count_accepted(
 def accept_tokens(
     batch: BatchState, stops: StopTables, slot_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
-    """Write the accepted ids, their log-probs and stop states into the slots; return for each sequence the code of
-    `advance_checked` for its last token, and their number.
+    """Write the accepted ids, their log-probs and stop states into the slots. Return for each sequence the code of
+    `advance_checked` for its last token, and the number of accepted tokens.
 
-    Between the ends of turns a step reads back from the device here alone, in one copy.
+    Between the ends of turns this is the only place where a step reads back from the device, in one copy.
     """
     first_N, known_N, left_N, slot = (
         torch.from_numpy(x).to(batch.device)
@@ -403,7 +403,7 @@ def accept_tokens(
         batch.logprobs_BL[slot, known_N] = logprobs_F.float()
         batch.state_B[slot], code_N = advance_checked(stops, batch.state_B[slot], ids_F, logprobs_F)
         return code_N.cpu().numpy(), np.ones_like(slot_N)
-    # A sequence with fewer drafts repeats its last row, where no draft is compared.
+    # A sequence with fewer drafts repeats its last row; no draft is compared there.
     column_NQ = torch.arange(int(drafted_N.max()) + 1, device=batch.device).minimum(left_N[:, None])
     row_NQ, place_NQ, slot_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, slot[:, None]
     ids_NQ, logprobs_NQ = ids_F[row_NQ], logprobs_F[row_NQ].float()
@@ -411,7 +411,7 @@ def accept_tokens(
     batch.state_B[slot], code_N, taken_N = count_accepted(
         stops, batch.state_B[slot], ids_NQ, logprobs_NQ, drafts_NK, left_N
     )
-    # Tokens that are not accepted are written, too, and overwritten before they are read.
+    # Rejected tokens are also written, and overwritten before they are read.
     batch.tokens_BL[slot_N1, place_NQ] = ids_NQ
     batch.logprobs_BL[slot_N1, place_NQ] = logprobs_NQ
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()

@@ -1,15 +1,15 @@
-"""Blocks of the KV cache: who owns which, and which tokens' keys and values lie in them. No tensors.
+"""Bookkeeping of the blocks of the KV cache: their owners, and the tokens whose keys and values they hold. No tensors.
 
-A sequence owns a list of blocks of `page_size` slots; several may own the same block. A tree of nodes, one a block,
-remembers which tokens, from the sequence's start on, a block holds, so that a sequence that begins as another did takes
-its blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full; of one that agrees in its first
-slots only, the newcomer gets a copy. A model whose layers have states goes on only where a state was kept: a node knows
-behind which of its tokens there are snapshots, and `match_state` takes the place of `match_prefix`. Blocks without an
-owner keep their content until they are needed, the one that was given up first goes first. Block 0 belongs to nobody:
-rows that pad a batch are written there.
+A sequence owns a list of blocks of `page_size` slots, and several sequences may own the same block. A tree has one node
+per block. It records which tokens, counted from the start of the sequence, a block holds, so that a sequence with the
+same prefix can reuse the blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full. If only the
+first slots of a block agree, the new sequence gets a copy of it. A model whose layers have states can continue only
+where a state was kept: a node records after which of its tokens there are snapshots, and `match_state` replaces
+`match_prefix`. Blocks without an owner keep their content until they are needed; the block that was freed first is
+evicted first. Block 0 has no owner: padding rows of a batch are written there.
 
-Where a pool outlives an update (rollout.stale_cache), each version of the weights has a tree of its own: a sequence
-shares with those that began under the weights that it began under, and what is new shares nothing with what is stale.
+If a pool outlives an update (rollout.stale_cache), each version of the weights has its own tree. A sequence shares
+blocks only with sequences that began under the same weights, so a new sequence shares nothing that is stale.
 
 Invariant: free + idle + owned = num_blocks - 1.
 """
@@ -26,9 +26,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """A node of the tree: the tokens of one block, which follow those of its parents. Only a full node has children.
+    """Node of the tree: the tokens of one block, which follow those of its ancestors. Only a full node has children.
 
-    ready: keys and values of all its tokens lie in the block; else its owner is about to compute them.
+    ready: keys and values of all its tokens are in the block; otherwise its owner is about to compute them.
     """
 
     block: int
@@ -36,16 +36,16 @@ class RadixNode:
     parent: "RadixNode | None"
     ready: bool = True
     children: dict[int, list["RadixNode"]] = field(default_factory=dict)  # by their first token
-    snapshots: dict[int, int] = field(default_factory=dict)  # behind so many of its tokens: the snapshot's number
+    snapshots: dict[int, int] = field(default_factory=dict)  # number of its tokens -> snapshot after them
 
 
 @dataclass(slots=True)
 class Prefix:
-    """Blocks in the tree that hold the beginning of a sequence.
+    """Blocks in the tree that hold a prefix of a sequence.
 
-    blocks: full ones, to be shared. tail: a block of which the next `tail_tokens` slots fit, to be copied; or None.
-    last: the node of the last of `blocks`. wait: another sequence is about to compute more of the beginning. snapshot:
-    of the states at its end, where a model has states.
+    blocks: full blocks, to be shared. tail: block whose first `tail_tokens` slots agree, to be copied; or None. last:
+    node of the last of `blocks`. wait: another sequence is about to compute more of the prefix. snapshot: snapshot of
+    the states at its end, if the model has states.
     """
 
     blocks: list[int]
@@ -57,8 +57,7 @@ class Prefix:
 
 
 class BlockPool:
-    """A fixed number of blocks, and of snapshots of states, handed out and taken back. Which one is handed out changes
-    no result."""
+    """Pool of a fixed number of blocks and snapshots of states. Which of them it returns changes no result."""
 
     def __init__(self, num_blocks: int, page_size: int, snapshots: int = 0) -> None:
         self.page_size = page_size
@@ -66,10 +65,10 @@ class BlockPool:
         self.ref_count_P = np.zeros(num_blocks, np.int64)
         self._roots: dict[int, RadixNode] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks without an owner, in order of eviction
         self._nodes: dict[int, RadixNode] = {}  # block -> its node
         self._free_snapshots = list(range(snapshots - 1, -1, -1))
-        # Snapshot -> its node and how many of that node's tokens are before it; the next to go first.
+        # Snapshot -> its node and the number of that node's tokens before it, in order of eviction.
         self._snapshots: OrderedDict[int, tuple[RadixNode, int]] = OrderedDict()
 
     @property
@@ -89,7 +88,7 @@ class BlockPool:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> Ints:
-        """Return new blocks with one owner each. RuntimeError if there are not so many."""
+        """Return `count` new blocks with one owner each. RuntimeError if fewer are available."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked of a pool of {self.num_free}: the scheduler should have waited")
         while len(self._free) < count:
@@ -100,13 +99,13 @@ class BlockPool:
         return taken
 
     def add_ref(self, blocks: Sequence[int]) -> None:
-        """Add one owner to each."""
+        """Add one owner to each block."""
         for block in blocks:
             self._idle.pop(block, None)
         self.ref_count_P[blocks] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove one owner of each. The last of a sequence's blocks are the first to be allocated again."""
+        """Remove one owner of each block. Of a sequence's cached blocks, the last ones are evicted first."""
         for block in reversed(blocks):
             self.ref_count_P[block] -= 1
             if self.ref_count_P[block] == 0:
@@ -116,7 +115,7 @@ class BlockPool:
                     self._free.append(block)
 
     def match_prefix(self, ids: Sequence[int], most: int, version: int = 0) -> Prefix:
-        """Return the longest known beginning of `ids`, of at most `most` tokens. It adds no owners; `add_ref` does."""
+        """Return the longest cached prefix of `ids`, of at most `most` tokens. `add_ref` adds owners; this does not."""
         found = Prefix([], self.root_of(version))
         at = 0
         while at < most:
@@ -141,8 +140,8 @@ class BlockPool:
         return found
 
     def match_state(self, ids: Sequence[int], most: int, version: int = 0) -> Prefix:
-        """Return the longest beginning of `ids`, of at most `most` tokens, behind which there is a snapshot. Nobody
-        waits for what another computes, but for the samples of one prompt, at whose end a snapshot will be."""
+        """Return the longest prefix of `ids`, of at most `most` tokens, that ends at a snapshot. No sequence waits for
+        tokens that another one computes, except the samples of one prompt, at whose end there will be a snapshot."""
         root = self.root_of(version)
         found, reach = Prefix([], root), 0
         stack: list[tuple[RadixNode, int, list[int]]] = [(root, 0, [])]
@@ -165,8 +164,8 @@ class BlockPool:
         return found
 
     def keep_state(self, ids: Sequence[int], version: int = 0) -> int | None:
-        """Return the snapshot in which to keep the states behind `ids`, in place of the one that was not used for the
-        longest time; None where the tree does not hold these tokens, or there are no snapshots."""
+        """Return the snapshot for the states after `ids`; if none is free, the least recently used one is replaced.
+        None if the tree does not hold these tokens, or if there are no snapshots."""
         node, at = self.root_of(version), 0
         while at < len(ids):
             want = list(ids[at : at + self.page_size])
@@ -195,8 +194,8 @@ class BlockPool:
     def insert(
         self, ids: Sequence[int], blocks: Sequence[int], after: RadixNode, start: int, ready: bool
     ) -> list[RadixNode]:
-        """Put ids[start:] into the tree, behind the node `after`; return their nodes, in order. blocks: all of the
-        sequence's. A node that is known from another block keeps that block."""
+        """Insert ids[start:] into the tree after the node `after`; return their nodes, in order. blocks: all blocks of
+        the sequence. A node that already exists with another block keeps that block."""
         path = []
         for at in range(start, len(ids), self.page_size):
             tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
@@ -212,7 +211,7 @@ class BlockPool:
         return path
 
     def drop_unready(self, nodes: Sequence[RadixNode]) -> None:
-        """Remove nodes whose keys will not be computed after all."""
+        """Remove nodes whose keys will not be computed."""
         for node in nodes:
             if self._nodes.get(node.block) is node and not node.ready:
                 self._forget(node)
@@ -230,7 +229,7 @@ class BlockPool:
         return next(same, None)
 
     def _forget(self, node: RadixNode) -> None:
-        """Remove a node and all behind it from the tree; their blocks are free unless they are owned."""
+        """Remove a node and its descendants from the tree; their blocks become free unless they are owned."""
         siblings = node.parent.children[node.tokens[0]] if node.parent is not None else []
         siblings.remove(node)
         if not siblings and node.parent is not None:

@@ -1,15 +1,16 @@
 """Decoding of many sequences, one forward at a time (continuous batching).
 
-A step feeds every running sequence the token that it drew, or as much of a prompt or of appended text as the step has
-rows for, in one forward. Then every sequence that is writing and has been fed whole draws a token. The state lies in
-arrays (batch_state.py); between the ends of turns there is no loop over sequences and one small tensor is read back.
+A step is one forward. It feeds every running sequence the token that it drew last, or as much of a prompt or of
+appended text as the step has rows for. Then every sequence that is in a turn and has been fed completely draws a token.
+The state is in arrays (batch_state.py). Between the ends of turns there is no loop over sequences, and one small tensor
+is read back.
 
-    begin_turn(sequence, stop, room)    a new sequence, or one between two turns; or the rest of a turn
-    step() -> the sequences whose turn has ended
-    append(sequence, ids)               text that it did not write, between two turns
-    score(sequence)                     log-probs of ids that are given; `step` returns it as one whose turn has ended
-    release(sequence)                   the sequence is over
-    interrupt()                         all are over: what has been drawn is on the sequences
+    begin_turn(sequence, stop, room)    begin a turn, of a new sequence or between two turns; or continue a turn
+    step() -> sequences                 run a step; return the sequences whose turn has ended
+    append(sequence, ids)               append text that the sequence did not sample, between two turns
+    score(sequence)                     compute log-probs of given ids; `step` returns it as if its turn had ended
+    release(sequence)                   end the sequence
+    interrupt()                         end all sequences; tokens drawn so far are stored on them
 
 A sequence's tokens and log-probs do not depend on the others: its noise is a function of its seed and position, and a
 row of the forward is batch-invariant, decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py).
@@ -48,24 +49,24 @@ from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-SLOTS_A_SNAPSHOT = 4  # a snapshot of states for so many slots: groups are of 4 samples and more
-STATE_DRAFTS = 3  # at most, of a sequence with states: a draft more is a state more
-FORWARD_ROWS = 2048  # of one forward: decoding rows, and as many rows of prompts as fit beside them
+SLOTS_A_SNAPSHOT = 4  # slots per snapshot of states: groups have 4 samples or more
+STATE_DRAFTS = 3  # limit of drafts of a sequence with states: each draft needs another state
+FORWARD_ROWS = 2048  # of one forward: decoding rows, then as many rows of prompts as fit
 
 
 def snapshots_of(max_running: int) -> int:
-    """Return of how many beginnings the states are kept for others to take."""
+    """Return the number of prefixes whose states are kept for reuse."""
     return max(max_running // SLOTS_A_SNAPSHOT, 2)
 
 
 def ring_of(drafts: bool, launches_ahead: bool) -> int:
-    """Return how many states a slot has: of each token that a step may come to; on a GPU of that before it, too, for
-    the step before may be taken back, and a prompt is kept without its last token."""
+    """Return the number of states per slot: one for each token that a step may reach. A GPU needs one more, because the
+    previous step may be taken back, and because the states of a prompt are kept without its last token."""
     return 1 + (STATE_DRAFTS if drafts else 0) + int(launches_ahead)
 
 
 def states_bytes(config: ModelConfig, item_size: int, max_running: int, ring: int) -> int:
-    """Return the bytes of the states of every slot, the spare one too, and of snapshots; 0 where there are none."""
+    """Return the bytes of the states of all slots, the spare one included, and of snapshots; 0 if there are none."""
     slot, snapshot = (DeltaStates.bytes_needed(config, item_size, states) for states in (ring, 1))
     return (max_running + 1) * slot + snapshots_of(max_running) * snapshot
 
@@ -75,14 +76,14 @@ class NotFiniteDraw(UserError):
 
 
 class Decoder:
-    """Decodes sequences. It is reusable: `begin` drops the cache's contents, not a CPU's memory.
+    """Decoder of sequences. It is reusable: `begin` drops the cache's contents, but not its memory on a CPU.
 
-    max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: sequences use what others
-    computed; off, everything is computed afresh. share_prefix: sequences share the products of keys that they share.
-    Neither changes a result.
+    max_running: number of sequences that run at once. num_blocks: blocks of the cache, block 0 included. reuse:
+    sequences reuse prefixes that others computed; if off, everything is computed anew. share_prefix: sequences share
+    the products with the keys that they share. Neither changes a result.
     """
 
-    # Whether steps are launched before the last one is read, and the host keeps ids and log-probs of its own.
+    # Whether a step is launched before the previous one is read, and the host keeps its own ids and log-probs.
     launches_ahead = False
 
     def __init__(
@@ -100,7 +101,7 @@ class Decoder:
         self.policy, self.reuse, self.share_prefix = policy, reuse, share_prefix
         self.vocab_size = tokenizer.vocab_size  # the head may be wider
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
-        # Look-ups read the slots' ids.
+        # Look-ups of drafts read the slots' ids on the host.
         self.speculate: Speculate = speculate if self.launches_ahead or policy.device.type == "cpu" else 0
         self.has_states = policy.config.delta_layers > 0
         self.most_drafts = STATE_DRAFTS if self.has_states else MOST
@@ -113,18 +114,18 @@ class Decoder:
         self._start_over(self.page_size, DecodeClock())
 
     def held(self) -> list[torch.Tensor]:
-        """Return the cache's tensors, as far as there are any now."""
+        """Return the cache's tensors; an empty list if there is no cache now."""
         return [] if self.cache is None else self.cache.tensors
 
     def end(self, keep: bool = False) -> None:
-        """Free memory for the update, once nothing runs. A CPU's memory is kept, since filling it takes time. keep: so
-        is all that `begin` needs to go on with the pool."""
+        """Free memory for the update, when nothing runs. On a CPU the cache is kept, because filling it takes time.
+        keep: also keep all that `begin` needs to continue with the pool."""
         self.cache = self.cache if keep or self.policy.device.type == "cpu" else None
         self.head_VH = None
 
     def begin(self, longest: int, clock: DecodeClock, kept: BlockPool | None = None) -> None:
         """Start over with an empty cache, for sequences of at most `longest` tokens. UserError if one does not fit.
-        kept: the decoder's own pool, since whose `end(keep=True)` nothing has run: what it holds is used."""
+        kept: the decoder's own pool, if nothing has run since `end(keep=True)`; its contents are then used."""
         self._open_cache()
         self._start_over(longest, clock, kept)
 
@@ -139,14 +140,14 @@ class Decoder:
         self.batch = self._make_batch(longest, blocks)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
-        self._timers: list[tuple[CudaTimer, float]] = []  # of forwards, not yet read; the share that was prefill
+        self._timers: list[tuple[CudaTimer, float]] = []  # of forwards, not yet read; the share of prefill in each
         self._sequence_in: dict[int, TokenSequence] = {}
-        self._slots_N: Ints | None = None  # of the running sequences, by age; None: they changed
+        self._slots_N: Ints | None = None  # of the running sequences, by age; None: outdated
         self._prefilling: list[TokenSequence] = []
-        self._scoring: list[TokenSequence] = []  # running, and log-probs of their ids are missing
-        self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
+        self._scoring: list[TokenSequence] = []  # running sequences with missing log-probs
+        self._from_prompt: list[TokenSequence] = []  # fully cached; they draw from their prompt's last hidden state
         self._busy = 0.0
-        self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and how many tokens each
+        self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and number of tokens of each
 
     def _make_batch(self, longest: int, blocks: int) -> BatchState:
         return BatchState(self.max_running, longest, blocks, self.policy.device, self.launches_ahead)
@@ -161,7 +162,7 @@ class Decoder:
             self.cache = PagedKV(policy.config, *sizes, policy.dtype, policy.device, self._make_states())
 
     def _make_states(self) -> DeltaStates | None:
-        """Return the states of layers that have some, of every slot, the spare one included, and of snapshots."""
+        """Return the states of all slots, the spare one included, and of snapshots; None if no layer has states."""
         policy = self.policy
         if not self.has_states:
             return None
@@ -170,15 +171,15 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        """Return whether no sequence is being written or scored and none waits."""
+        """Return whether no sequence is in a turn, is scored or waits."""
         return not self.scheduler.waiting and not self._scoring and not self.batch.room_B.any()
 
     @property
     def takes_text(self) -> bool:
-        """Return whether the next step feeds text that is appended before it, and does not hold it back."""
+        """Return whether the next step feeds text that is appended before it, instead of a later step."""
         return True
 
-    # --- What the caller asks
+    # --- Requests of the caller
 
     def begin_turn(
         self,
@@ -188,9 +189,9 @@ class Decoder:
         lead: bytes = b"",
         drawn: tuple[Sequence[int], Sequence[float]] = ((), ()),
     ) -> None:
-        """Begin a turn, up to a stop, the end of text, or `room` tokens (at least one). lead: bytes of the last token
-        that belong to this turn's text, in which a stop may begin. drawn: ids and log-probs of the turn that an earlier
-        rollout drew; they count in `room`."""
+        """Begin a turn, which ends at a stop, at the end of text, or after `room` tokens (at least one). lead: bytes of
+        the previous token that belong to this turn's text, in which a stop may begin. drawn: ids and log-probs of the
+        turn that an earlier rollout drew; they count towards `room`."""
         ids, logprobs = drawn
         sequence.stop, sequence.room, sequence.writing = stop, room, True
         sequence.turn_start, sequence.logprobs = len(sequence.ids), list(logprobs)
@@ -202,23 +203,23 @@ class Decoder:
             self.scheduler.submit(sequence)
 
     def append(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
-        """Append text that the sequence did not write, between two turns."""
+        """Append text that the sequence did not sample, between two turns."""
         sequence.ids.extend(ids)
         if sequence.slot >= 0:
             if sequence not in self._prefilling:
                 self._prefilling.append(sequence)
-                # Its last token was drawn and not yet fed; fed with the text, it is no prefill.
+                # Its last token was drawn but not yet fed. It is fed with the text and does not count as prefill.
                 sequence.prefilled -= int(self.batch.known_B[sequence.slot] > self.batch.cached_B[sequence.slot])
             self.batch.append(sequence.slot, ids)
 
     def score(self, sequence: TokenSequence) -> None:
-        """Compute the log-probs of a new sequence's ids from `scored_from` on, under softmax(z / temperature) of all
-        columns (greedy: at temperature 1, as those of drawn tokens). Nothing is drawn. `step` returns the sequence once
-        its `logprobs` are there, and the caller releases it. scored_from: at least 1."""
+        """Compute the log-probs of a new sequence's ids from `scored_from` (at least 1) on. They are taken under
+        softmax(z / temperature) of all columns (greedy: at temperature 1, as those of drawn tokens). Nothing is drawn.
+        `step` returns the sequence once its `logprobs` are complete, and the caller releases it."""
         self.scheduler.submit(sequence)
 
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
-        """Remove a sequence and free its blocks. keep: others will soon begin as it did, and are to find them."""
+        """Remove a sequence and free its blocks. keep: leave them in the tree for others with the same prefix."""
         if sequence.slot >= 0:
             self.scheduler.running.remove(sequence)
             self._leave(sequence, keep)
@@ -226,16 +227,16 @@ class Decoder:
             self.scheduler.waiting.remove(sequence)
 
     def keep_states(self, sequence: TokenSequence) -> None:
-        """Keep the states behind what is computed of a sequence, between two turns, for others that will begin so. Keys
-        and values are kept by `release`, of all its tokens; a model without states needs no more."""
+        """Keep the states after the computed tokens of a sequence, between two turns, for others with the same prefix.
+        Keys and values of all its tokens are kept by `release`; a model without states needs nothing else."""
         if self.has_states and sequence.slot >= 0:
             ids = sequence.ids[: int(self.batch.cached_B[sequence.slot])]
             self.scheduler.keep(sequence, ids, self.batch.blocks_of(sequence))
             self._keep_states(sequence, ids)
 
     def interrupt(self) -> list[TokenSequence]:
-        """Take all sequences off, with what has been drawn of their turns; return those whose turn has ended since the
-        last step. The pool remembers them; `end` follows."""
+        """Release all sequences with the tokens drawn so far; return those whose turn has ended since the last step.
+        The pool keeps their blocks in its tree; the caller calls `end` next."""
         ended = self._received()
         for sequence in [*self.scheduler.running]:
             self.release(sequence, keep=True)
@@ -243,11 +244,11 @@ class Decoder:
         return ended
 
     def _received(self) -> list[TokenSequence]:
-        """Return the sequences whose turn has ended in what was launched and not yet read."""
+        """Return the sequences whose turn has ended in steps that were launched and not yet read."""
         return []
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
-        """Return the ids that the last step drew, by sequence, before anything was released."""
+        """Return the ids that the last step drew, by sequence. Call it before any sequence is released."""
         if self._sampled is None:
             return []
         return [
@@ -269,7 +270,7 @@ class Decoder:
         self.clock.host += time.perf_counter() - started - self._busy
         return ended
 
-    # --- Who runs
+    # --- Admission and preemption
 
     def _admit(self) -> None:
         for admitted in self.scheduler.admit():
@@ -298,7 +299,7 @@ class Decoder:
         cached = int(self.batch.cached_B[slot])
         self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
-        if keep and not sequence.scored_from:  # nothing begins with a text that was scored
+        if keep and not sequence.scored_from:  # no sequence begins with a scored text
             self._keep_states(sequence, sequence.ids[:cached], slot)
         del self._sequence_in[slot]
         self._slots_N = None
@@ -307,8 +308,8 @@ class Decoder:
                 listed.remove(sequence)
 
     def _keep_states(self, sequence: TokenSequence, ids: Sequence[int], slot: int | None = None) -> None:
-        """Keep the states of the sequence's slot, which are those behind `ids`, for others that begin so. slot: which
-        it had, once it has left."""
+        """Keep the states of the sequence's slot, which are those after `ids`, for others with this prefix. slot: the
+        slot that it had, if it has left."""
         if self.has_states and self.reuse and (number := self.pool.keep_state(ids, sequence.version)) is not None:
             assert self.cache is not None and self.cache.states is not None
             self.cache.states.save(sequence.slot if slot is None else slot, len(ids), number)
@@ -332,14 +333,13 @@ class Decoder:
         return runs
 
     def _give_way(self) -> bool:
-        """Drop the drafts, and return whether there were any; then no sequence need be preempted before the next
-        attempt."""
+        """Drop the drafts; return whether there were any. If so, the caller retries before it preempts a sequence."""
         any_drafts, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
         return any_drafts
 
     def _runs(self) -> QueryRuns:
-        """Return the new rows: first decoding sequences' tokens, then prompts and appended text, the oldest first, up
-        to the forward's rows. A run ends where its states are to be kept."""
+        """Return the new rows, up to the limit of a forward: tokens of decoding sequences, then prompts and appended
+        text, the oldest first. A run ends where its states are to be kept."""
         slot_N = self._slot_order()
         start_N = self.batch.cached_B[slot_N]
         count_N = self._wanted_rows(slot_N)
@@ -350,7 +350,7 @@ class Decoder:
         count_N += self.batch.drafted_B[slot_N]
         slot_N, start_N, count_N = slot_N[order], start_N[order], count_N[order]
         decoding = int(count_N[: len(order) - long].sum())
-        # Prefills get some rows even where decoding alone fills the forward.
+        # Prefills get some rows even if decoding alone fills the forward.
         left_N = max(FORWARD_ROWS, decoding + len(slot_N)) - (np.cumsum(count_N) - count_N)
         count_N = np.clip(count_N, 0, np.maximum(left_N, 0))
         some = count_N > 0
@@ -358,9 +358,9 @@ class Decoder:
         return QueryRuns(slot_N, start_N, count_N, np.cumsum(count_N) - count_N)
 
     def _wanted_rows(self, slot_N: Ints) -> Ints:
-        """Return how many tokens each slot has yet to be fed. Between turns the last token stays unfed: the next turn's
-        first token is drawn in the step that feeds it, since its hidden state is kept no longer. So does that of a
-        sequence that is scored: it predicts nothing that was asked for."""
+        """Return the number of tokens that each slot has yet to be fed. Between turns the last token is not fed: its
+        hidden state lasts for one step only, so the step that draws the next turn's first token feeds it. The last
+        token of a scored sequence is not fed either, because it predicts no requested id."""
         batch = self.batch
         return batch.known_B[slot_N] - batch.cached_B[slot_N] - (batch.room_B[slot_N] == 0)  # type: ignore[no-any-return]
 
@@ -370,10 +370,10 @@ class Decoder:
             self._slots_N = np.array([sequence.slot for sequence in self.scheduler.running], np.int64)
         return self._slots_N
 
-    # --- The forward and the draw
+    # --- Forward and draw
 
     def _forward(self, runs: QueryRuns) -> torch.Tensor | None:
-        """Return hidden states [T, H] of the rows, and put their keys and values into the cache."""
+        """Return the hidden states [T, H] of the rows, and write their keys and values into the cache."""
         rows = int(runs.count_N.sum())
         if not rows:
             return None
@@ -385,7 +385,7 @@ class Decoder:
         self.batch.cached_B[runs.table_N] += runs.count_N
         self._busy += lap.host
         prefilled = self._count_prefilled(runs)
-        self._timers.append((lap, prefilled / rows))  # what decodes and prefills at once is shared out by rows
+        self._timers.append((lap, prefilled / rows))  # the time of a mixed forward is divided by rows
         self.clock.prefilled_tokens += prefilled
         self.clock.forward_rows += rows
         self.clock.forwards += 1
@@ -400,7 +400,7 @@ class Decoder:
         return sum(count_of.get(sequence.slot, 0) for sequence in self._prefilling)
 
     def _finish_prefills(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> None:
-        """Mark nodes of the prefix tree as ready. A complete prompt gives its last hidden state to all that share it,
+        """Mark nodes of the prefix tree as ready. All sequences that share a complete prompt get its last hidden state,
         and they begin in this step."""
         complete = False
         for sequence in self._prefilling:
@@ -411,7 +411,7 @@ class Decoder:
             if self.reuse and prompt.waiting and cached == len(sequence.ids) == len(prompt.ids):
                 (run,) = np.flatnonzero(runs.table_N == sequence.slot)
                 assert hidden_TH is not None
-                # A copy: a row of hidden_TH itself would keep all of it alive.
+                # A copy, because a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
                 self._keep_states(sequence, prompt.ids)
                 complete = True
@@ -421,22 +421,22 @@ class Decoder:
             self._admit()
 
     def _mark_ready(self, sequence: TokenSequence) -> int:
-        """Let others use the sequence's cached blocks; return how many of its tokens are cached."""
+        """Let others use the sequence's cached blocks; return the number of its cached tokens."""
         cached = int(self.batch.cached_B[sequence.slot])
         self.scheduler.mark_computed(sequence, cached)
         return cached
 
     def _score(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[Scores]:
-        """Launch the log-probs of the ids to be scored that the step's rows predict: at each temperature, one product
-        with the head for all sequences. States are kept of one whose run ends at `keep_at`. hidden_TH: of the rows,
-        which lie run after run."""
+        """Launch the log-probs of the scored ids that the step's rows predict. Each temperature takes one product with
+        the head for all sequences. States are kept of a sequence whose run ends at `keep_at`. hidden_TH: hidden states
+        of the rows, run after run."""
         found: dict[float, list[tuple[TokenSequence, Ints]]] = {}
         row_N = np.cumsum(runs.count_N) - runs.count_N
         for sequence in self._scoring:
             for run in np.flatnonzero(runs.table_N == sequence.slot):
                 if runs.start_N[run] + runs.count_N[run] == sequence.keep_at:
                     self.keep_states(sequence)
-                # A row predicts the id behind it.
+                # A row predicts the next id.
                 place_R = int(runs.start_N[run]) + 1 + np.arange(runs.count_N[run])
                 row_R = np.arange(row_N[run], row_N[run] + len(place_R))
                 about_3R = np.stack([row_R, np.full_like(row_R, sequence.slot), place_R])
@@ -448,12 +448,12 @@ class Decoder:
     def _launch_scores(
         self, temperature: float, some: Sequence[tuple[TokenSequence, Ints]], hidden_TH: torch.Tensor | None
     ) -> Scores:
-        """some: sequences with the rows, slots and positions of their ids, [3, R]."""
+        """Launch log-probs at one temperature. some: sequences with rows, slots and positions of their ids, [3, R]."""
         assert hidden_TH is not None and self.head_VH is not None
         with CudaTimer(self.policy.device) as lap:
             row_R, slot_R, place_R = to_device(np.concatenate([at for _, at in some], 1), self.policy.device)
             rows_RH, ids_R = hidden_TH[row_R].to(self.head_VH.dtype), self.batch.tokens_BL[slot_R, place_R]
-            # Whether they are finite is checked once they are read.
+            # They are checked for finite values after they have been read.
             logprobs_R, _ = token_logprobs(rows_RH, self.head_VH, ids_R, temperature=temperature, late=[])
             cuda = logprobs_R.is_cuda
             received_R = torch.empty(logprobs_R.shape, dtype=logprobs_R.dtype, pin_memory=cuda)
@@ -466,7 +466,7 @@ class Decoder:
         return Scores([(sequence, at.shape[1]) for sequence, at in some], received_R, done)
 
     def _read_scores(self, scores: Sequence[Scores]) -> list[TokenSequence]:
-        """Append log-probs to their sequences; return the sequences of which none are missing any more."""
+        """Append log-probs to their sequences; return the sequences whose log-probs are complete."""
         ended = []
         for one in scores:
             for sequence, values in one.read():
@@ -478,7 +478,7 @@ class Decoder:
         return ended
 
     def _look_up_drafts(self) -> None:
-        """Look up drafts for the slots that decode, where drafts pay."""
+        """Look up drafts for the slots that decode, if drafts pay."""
         batch = self.batch
         batch.drafted_B[:] = 0
         if self.drafter is None:
@@ -500,12 +500,12 @@ class Decoder:
         return slot_N[np.flatnonzero(may_N)]
 
     def _before_look_up(self, slot_N: Ints) -> Ints:
-        """Return the slots that may draft, once all that was drawn is known; here it always is."""
+        """Return the slots that may draft, after all drawn tokens are known; here they always are."""
         return slot_N
 
     def _sample_and_end_turns(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
-        """Draw a token for every sequence that is writing and has been fed whole, and one more for each accepted draft;
-        return the sequences whose turn that ended."""
+        """Draw a token for every sequence that is in a turn and completely fed, and one more for each accepted draft.
+        Return the sequences whose turn has ended."""
         batch = self.batch
         fed_N = runs.table_N
         due_N = batch.cached_B[fed_N] == batch.known_B[fed_N] + batch.drafted_B[fed_N]
@@ -539,8 +539,8 @@ class Decoder:
         return sorted(ended, key=attrgetter("number"))
 
     def _sample_rows(self, hidden_FH: torch.Tensor, slot_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
-        """Draw at every row and store the accepted tokens. Return for each sequence the code of its turn's end (0: it
-        goes on) and the number of accepted tokens. F: rows, 1 + drafts of each sequence."""
+        """Draw at every row and store the accepted tokens. Return for each sequence the code of its turn's end (0: the
+        turn continues) and the number of accepted tokens. F: rows, 1 + drafts of each sequence."""
         batch = self.batch
         rows = (np.repeat(slot_N, 1 + drafted_N), with_drafts(batch.known_B[slot_N], drafted_N))
         slot_F, position_F = (torch.from_numpy(x).to(batch.device) for x in rows)
@@ -550,28 +550,28 @@ class Decoder:
         return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
-        """Raise NotFiniteDraw where a token was drawn from logits, or an id scored, that are not finite."""
+        """Raise NotFiniteDraw if a token was drawn, or an id scored, from logits that are not finite."""
         if not (code_N == NOT_FINITE).any():
             return
         self.end()
-        self.cache = None  # on a CPU it would be kept, with NaN in slots that attention multiplies by 0
+        self.cache = None  # on a CPU `end` keeps it, with NaN in slots that attention multiplies by 0
         raise NotFiniteDraw(
             f"{self.policy.folder or 'the policy'}: the log-prob of a token is not finite, so its logits hold "
             "NaN or infinity; check the weights, config.json (rope_theta, rms_norm_eps) and the temperature"
         )
 
     def _advance_slots(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
-        """Count the accepted tokens as known, and take them from the room of their turns."""
+        """Add the accepted tokens to the known ones, and subtract them from the room of their turns."""
         batch = self.batch
         batch.known_B[slot_N] += taken_N
         batch.room_B[slot_N] -= taken_N
         self.clock.sampled_tokens += int(taken_N.sum())
         if drafted_N.any():
-            batch.cached_B[slot_N] = batch.known_B[slot_N] - 1  # rows of drafts that did not come true are written anew
+            batch.cached_B[slot_N] = batch.known_B[slot_N] - 1  # rows of rejected drafts are overwritten
             self._count_drafts(slot_N, drafted_N, taken_N - 1)
 
     def _count_drafts(self, slot_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
-        """Count the drafts that were fed and those that came true."""
+        """Count the drafts that were fed and those that were accepted."""
         assert self.drafter is not None
         self.batch.tried_B[slot_N] += drafted_N
         self.batch.taken_B[slot_N] += accepted_N
@@ -591,15 +591,15 @@ class Decoder:
 
 
 class Scores(NamedTuple):
-    """Log-probs of given ids on their way to the host: so many of each sequence, one after the other. done: None on a
-    CPU."""
+    """Log-probs of given ids during their copy to the host, sequence after sequence. counts: their number per sequence.
+    done: the end of the copy, None on a CPU."""
 
     counts: list[tuple[TokenSequence, int]]
     logprobs_R: torch.Tensor
     done: torch.cuda.Event | None
 
     def read(self) -> list[tuple[TokenSequence, list[float]]]:
-        """Return each sequence's log-probs, once they have arrived."""
+        """Return each sequence's log-probs, after waiting for the copy."""
         if self.done is not None:
             self.done.synchronize()
         parts = self.logprobs_R.split([count for _, count in self.counts])
@@ -607,10 +607,10 @@ class Scores(NamedTuple):
 
 
 class CudaTimer:
-    """Times the work that a `with` block launches.
+    """Timer of the work that a `with` block launches.
 
-    host: seconds until all of it was launched. seconds(): those that it took, on CUDA by two events on its stream; this
-    waits until the work is done.
+    host: seconds until all of it was launched. seconds(): duration of the work, on CUDA measured by two events on its
+    stream; this waits until the work is done.
     """
 
     __slots__ = ("_events", "host")
@@ -632,7 +632,7 @@ class CudaTimer:
             event.record()
 
     def seconds(self) -> float:
-        """Return the seconds of the work; on a CPU the host's."""
+        """Return the seconds of the work; on a CPU those of the host."""
         if not self._events:
             return self.host
         begun, ended = self._events
@@ -645,13 +645,13 @@ class CudaTimer:
 class DecodeClock:
     """Time spent in decoding, in seconds, and counts of the work done.
 
-    prefill, decode: of the forwards, and of the draws under `decode`. host: in the decoder's own Python around them. On
-    CUDA the first two are measured on the GPU (`CudaTimer`), which works while the host does, so the three may add up
-    to more than the elapsed time, `total`. rest: see the property. prefilled_tokens: rows of prompts and of appended
-    text, including those computed a second time. shared_tokens: rows that another sequence had computed.
-    discarded_tokens: drawn for a turn that had ended. drafted_tokens: drafts fed. accepted_tokens: drafts that came
-    true. tokens_recomputed: prefilled again for sequences that an earlier rollout began. slots, busy_slots: the slots
-    of all steps in which tokens were drawn, and those of them that drew.
+    prefill, decode: of the forwards; draws count as `decode`. host: in the decoder's own Python code around them. On
+    CUDA the first two are measured on the GPU (`CudaTimer`), which works in parallel with the host, so the three may
+    add up to more than the elapsed time, `total`. rest: see the property. prefilled_tokens: rows of prompts and of
+    appended text, recomputed ones included. shared_tokens: rows that another sequence had computed. discarded_tokens:
+    tokens drawn for a turn that had ended. drafted_tokens: drafts that were fed. accepted_tokens: drafts that were
+    accepted. tokens_recomputed: tokens prefilled again for sequences that an earlier rollout began. slots, busy_slots:
+    over all steps in which tokens were drawn, the number of slots and the number of those that drew.
     """
 
     decode: float = 0.0
@@ -672,18 +672,18 @@ class DecodeClock:
     busy_slots: int = 0
 
     def count_step(self, busy: int, slots: int) -> None:
-        """Count a step in which so many of the slots draw."""
+        """Count a step in which `busy` of the slots draw."""
         self.busy_slots += busy
         self.slots += slots
 
     @property
     def rest(self) -> float:
-        """Return the part of `total` outside prefill and decode, in seconds; on CUDA, the time for which the GPU was
+        """Return the part of `total` outside prefill and decode, in seconds; on CUDA, the time in which the GPU was
         idle."""
         return max(self.total - self.decode - self.prefill, 0.0)
 
     def add(self, laps: Iterable[tuple[CudaTimer, float]]) -> None:
-        """Add the time of forwards and draws that are done, each with the share of it that was prefill."""
+        """Add the time of finished forwards and draws, each with its share of prefill."""
         for lap, prefilled in laps:
             seconds = lap.seconds()
             self.prefill += seconds * prefilled

@@ -1,24 +1,25 @@
-"""Decoding on a GPU: the loop of decoder.py, with steps launched ahead so that the GPU need not wait for the host.
+"""Decoding on a GPU: the loop of decoder.py, with steps launched ahead so that the GPU does not wait for the host.
 
-    draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
-    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; few rows
-               wait for the next fourth step, since they take as long as many; a graph where launches take longest.
-               Log-probs of ids that are scored follow it
-    launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
-               buffers (`BucketStep`), on CUDA one graph
-    receive    read the step before: a row of ids, log-probs and a code for each sequence, and what was scored
+    draft      if drafts pay: read the pending step, and look up drafts (speculative.py)
+    prefill    new rows of prompts and of appended text, except a sequence's last token: one forward, no draw. Few rows
+               wait for the next fourth step, because they take as long as many. A graph where launches take most of
+               the time. Log-probs of scored ids are computed next
+    launch     feed the last token and the drafts of each sequence in a turn, draw after each of them, accept: a
+               function of fixed buffers (`BucketStep`), on CUDA one graph
+    receive    read the previous step: one row of ids, log-probs and a code per sequence; then the scores
 
-Without drafts a step is launched before the previous one has been read. It takes its tokens from the device's arrays.
-So a turn that has ended gets one token too many, which is discarded and counted; its key was never written.
+Without drafts a step is launched before the previous one has been read. It takes its tokens from the device's arrays. A
+turn that has ended therefore gets one token too many, which is discarded and counted; its key was never written.
 
     launch n     known += 1, room -= 1: the token exists, though the host has not seen it
-    receive n    ids and log-probs to the host's mirror; turns end; for those, launch n + 1 is taken back
+    receive n    ids and log-probs go to the host's mirror; turns end; launch n + 1 is taken back for these
 
-With drafts a step is read before the next is launched, since drafts follow from the last token; `Drafter.looks` decides
+With drafts a step is read before the next is launched, because drafts depend on the last token; `Drafter.looks` decides
 from counts alone. Then `receive n` also adds the accepted drafts to `known`.
 
 Axes: N sequences of a decode step, B those of its bucket with padding, Q rows of a sequence, K drafts, P blocks of a
-sequence, L tokens of a slot; g groups that share blocks, G these cut into groups of MEMBERS, X the members in a list.
+sequence, L tokens of a slot; g groups that share blocks, G these groups split into groups of MEMBERS, X the members in
+a list.
 """
 
 from __future__ import annotations
@@ -60,28 +61,28 @@ from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-# Size, drafts, shares; and what `SamplingTensors` knows on the host, which decides what is launched: the rows' one
-# temperature, whether any is filtered.
+# Size, drafts, shares; and the two host values of `SamplingTensors` that decide which kernels are launched: the common
+# temperature of the rows, and whether any row is filtered.
 StepKey = tuple[int, int, bool, float | None, bool]
-KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
-# Steps, while others decode and new rows are few. Counted, not timed: a run repeats bit for bit.
+KV_SHARE = 0.85  # share of the free memory of a GPU; the rest is for the forward
+# In steps, while others decode and new rows are few. Counted, not timed, so that a run repeats bit for bit.
 PREFILL_EVERY = 4
 FEW_ROWS = FORWARD_ROWS // 2
-PREFILL_ROWS = (128, 256, 512, 1024, 2048)  # of a forward that a graph holds
-PREFILL_RUNS = 32  # sequences in one
-# Rows times weights of such a forward: with more a GPU is busy for longer (5 ms at 500 TFLOP/s) than launches take, and
-# would compute rows that fill the bucket up.
+PREFILL_ROWS = (128, 256, 512, 1024, 2048)  # row buckets of the forwards that are captured as graphs
+PREFILL_RUNS = 32  # limit of sequences in such a forward
+# Limit of rows times weights of such a forward. Above it a GPU is busy for longer (5 ms at 500 TFLOP/s) than launches
+# take, and would spend that time on padding rows too.
 PREFILL_WORK = 1.25e12
-KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
+KEPT_SHARE = 0.8  # share of a GPU's memory: a cache that fits in it together with the memory of updates stays allocated
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a CUDA device, or all that this process may have of the machine's memory."""
+    """Return the free bytes of a CUDA device, or the machine's memory that this process may use at most."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else cpu_memory()[0]
 
 
 def memory_left(device: torch.device) -> str:
-    """Say how much is free, and on a GPU who holds the rest."""
+    """Describe how much memory is free, and on a GPU which programs hold the rest."""
     said = f"{free_memory(device) / 2**30:.3g} GiB are free"
     if device.type != "cuda":
         return said
@@ -94,25 +95,25 @@ def memory_left(device: torch.device) -> str:
 
 
 def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:
-    """Return the decoder of an attention backend (kernels/attention/backends/choice.py); options: as `Decoder`."""
+    """Return the decoder of an attention backend (kernels/attention/backends/choice.py). options: as in `Decoder`."""
     if attention == "torch":
         return Decoder(policy, tokenizer, **options)
     return DeviceDecoder(policy, tokenizer, prefill=attention, **options)
 
 
 class DeviceDecoder(Decoder):
-    """`Decoder` whose steps are launched ahead of what is read back. Its results are those of `Decoder` up to rounding:
-    the kernels add in another order."""
+    """`Decoder` that launches steps before earlier ones are read back. Its results are those of `Decoder` up to
+    rounding, because the kernels add in another order."""
 
     launches_ahead = True
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, *, prefill: Backend = "triton", **options: Any) -> None:
-        """prefill: the backend of attention within fresh prompts; new rows over a history are computed by Triton."""
+        """Set up the decoder. prefill: attention backend within fresh prompts; Triton computes rows after a history."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
         self._weights = sum(weight.numel() for weight in policy.parameters())
-        self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
+        self.wanted_blocks = 0  # set at the end of __init__; `begin` takes the memory
         self.keeps = False  # whether cache and graphs outlive `end`
-        self._update_bytes = 0  # the most that were allocated during an update, without the cache
+        self._update_bytes = 0  # peak memory of the updates so far, without the cache
         self._trained: tuple[int, ...] = ()  # versions of the weights at the last `end`
         self._steps: dict[StepKey, BucketStep] = {}
         self._prefills: dict[int, PrefillStep] = {}  # by rows
@@ -125,8 +126,8 @@ class DeviceDecoder(Decoder):
         self.wanted_blocks = self.num_blocks
 
     def end(self, keep: bool = False) -> None:
-        """Free the cache and the captured graphs, for `begin` to make anew. They stay where an update has shown that
-        there is room beside them, and where told to keep them."""
+        """Free the cache and the captured graphs, which `begin` then makes anew. They are kept if an update has shown
+        that there is room for them, or if `keep` is set."""
         device = self.policy.device
         if not (self.keeps or keep):
             self._drop()
@@ -139,7 +140,7 @@ class DeviceDecoder(Decoder):
         self.cache = None
 
     def _forget_steps(self) -> None:
-        """Drop the steps. A pool of graphs ends with the last graph, so the next ones need a new one."""
+        """Drop the steps. A graph pool ends with its last graph, so the next graphs need a new one."""
         self._steps, self._prefills = {}, {}
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
@@ -154,7 +155,7 @@ class DeviceDecoder(Decoder):
         self.keeps = policy.device.type != "cuda" or self._has_room()
 
     def _has_room(self) -> bool:
-        """Return whether the cache fits beside what updates have taken; before the first one it is not known."""
+        """Return whether the cache fits together with the memory of updates; False before the first update."""
         device, held = self.policy.device, sum(x.nbytes for x in self.held())
         if self._trained not in ((), self._versions()):
             others = held if self.keeps else 0
@@ -163,7 +164,7 @@ class DeviceDecoder(Decoder):
         return 0 < self._update_bytes <= KEPT_SHARE * room - held
 
     def _versions(self) -> tuple[int, ...]:
-        """Return a count of each weight's changes: an update has been between two that differ."""
+        """Return the number of changes of each weight; it differs if an update ran in between."""
         return tuple(parameter._version for parameter in self.policy.parameters())
 
     def _start_over(self, longest: int, clock: DecodeClock, kept: BlockPool | None = None) -> None:
@@ -173,7 +174,7 @@ class DeviceDecoder(Decoder):
         self._steps_begun = 0
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
-        # An update writes the weights in place, so these change only where memory was freed or moved.
+        # An update writes the weights in place, so these change only if memory was freed or moved.
         read = [*self.policy.parameters(), *self.policy.buffers(), *self.held()]
         addresses = [x.data_ptr() for x in read]
         if addresses != self._addresses:
@@ -181,7 +182,7 @@ class DeviceDecoder(Decoder):
             self._addresses = addresses
 
     def _make_batch(self, longest: int, blocks: int) -> BatchState:
-        """Return the last run's arrays, cleared, where they are long enough: the graphs read them."""
+        """Return the last run's arrays, cleared, if they are long enough (the graphs read them); else new ones."""
         batch = self._last_batch
         if batch is None or longest > batch.length or blocks > batch.table_BP.shape[1]:
             self._forget_steps()
@@ -194,8 +195,7 @@ class DeviceDecoder(Decoder):
         return self.cache
 
     def _planned_blocks(self) -> int:
-        """Return the number of blocks that were asked for; on CUDA at most as many as KV_SHARE of the free memory
-        holds."""
+        """Return the requested number of blocks; on CUDA at most as many as fit into KV_SHARE of the free memory."""
         device = self.policy.device
         if device.type != "cuda":
             return self.wanted_blocks
@@ -239,15 +239,15 @@ class DeviceDecoder(Decoder):
         """Return the ids that the last step read back, by sequence."""
         return self._new_ids
 
-    # --- Who runs
+    # --- Admission and preemption
 
     def _wanted_rows(self, slot_N: Ints) -> Ints:
-        """Return the rows of prompts and appended text without the last token, which is fed by the step that draws."""
+        """Return the rows of prompts and appended text without the last token, which the decode step feeds."""
         missing_N = self.batch.known_B[slot_N] - self.batch.cached_B[slot_N]
         return np.where(missing_N == 1, self.batch.room_B[slot_N] > 0, missing_N - 1).astype(np.int64)
 
     def _give_way(self) -> bool:
-        """Drop drafts first, then read what is pending: no sequence is preempted while a token or log-prob of it is."""
+        """Drop drafts, or else read the pending step, so that no sequence with pending results is preempted."""
         return super()._give_way() or self._receive_pending()
 
     def _receive_pending(self) -> bool:
@@ -285,7 +285,7 @@ class DeviceDecoder(Decoder):
     # --- Prefill
 
     def _prefill(self, runs: QueryRuns) -> None:
-        """Compute keys and values of new rows; nothing is drawn, and ids to be scored are."""
+        """Compute keys and values of new rows, and log-probs of scored ids. Nothing is drawn."""
         if not len(runs.table_N):
             return
         rows = int(runs.count_N.sum())
@@ -309,11 +309,11 @@ class DeviceDecoder(Decoder):
         self._scores += self._score(runs, hidden_TH)
 
     def _prefill_step_for(self, rows: int, runs: QueryRuns) -> PrefillStep | None:
-        """Return the step of the smallest bucket that holds these rows; None: there are too many for one, launches are
-        the smaller part of their time, another backend computes them, or layers have states."""
+        """Return the step of the smallest bucket that holds these rows. None if there are too many rows for one, if
+        launches are the smaller part of their time, if another backend computes them, or if layers have states."""
         size = next((size for size in PREFILL_ROWS if rows <= size), None)
         if self.has_states:
-            return None  # its steps depend on the runs' lengths
+            return None  # the steps of such layers depend on the runs' lengths
         if size is None or size * self._weights > PREFILL_WORK or len(runs.table_N) > PREFILL_RUNS:
             return None
         if self.fresh is not None and not runs.start_N.any():
@@ -323,7 +323,7 @@ class DeviceDecoder(Decoder):
         return self._prefills[size]
 
     def _mark_prefilled(self) -> None:
-        """Let others use what is cached; a prompt whose last token alone is missing keeps nobody waiting."""
+        """Let others use the cached blocks. No sequence waits for a prompt that lacks only its last token."""
         for sequence in self._prefilling:
             if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1 and not self.has_states:
                 sequence.prompt.filling = False
@@ -331,7 +331,7 @@ class DeviceDecoder(Decoder):
     # --- Decode
 
     def _launch(self, slot_N: Ints) -> PendingStep | None:
-        """Feed these slots' last tokens and drafts, and draw; the host counts one token for each at once."""
+        """Feed these slots' last tokens and drafts, and draw. The host counts one token for each immediately."""
         if not len(slot_N):
             return None
         batch, drafted_N = self.batch, self.batch.drafted_B[slot_N]
@@ -359,14 +359,14 @@ class DeviceDecoder(Decoder):
         return PendingStep(slot_N, position_N, drafted_N, np.ones(len(slot_N), bool), batch.room_B[slot_N], rows, laps)
 
     def _end_prefills(self, slot_N: Ints) -> None:
-        """Count the last token of a prompt, or of appended text, which the step that draws behind it prefills."""
+        """Count the last token of a prompt or of appended text as prefilled, by the step that draws after it."""
         launched = set(slot_N.tolist())
         for sequence in (one for one in self._prefilling if one.slot in launched):
             cached, prompt = self._mark_ready(sequence), sequence.prompt
             if self.has_states and cached >= len(prompt.ids):
                 prompt.filling = False
                 if prompt.waiting and cached == len(prompt.ids):
-                    # Others feed the last token themselves; the ring still has the state before it.
+                    # Other sequences feed the last token themselves; the ring still has the state before it.
                     self._keep_states(sequence, prompt.ids[:-1])
             sequence.prefilled += 1
             self.clock.prefilled_tokens += 1
@@ -410,7 +410,7 @@ class DeviceDecoder(Decoder):
         if pending.drafts:
             accepted_N = drawn.taken_N - 1
             batch.known_B[slot_N] += accepted_N
-            batch.cached_B[slot_N] += accepted_N  # rows of drafts that did not come true are written anew
+            batch.cached_B[slot_N] += accepted_N  # rows of rejected drafts are overwritten
             batch.room_B[slot_N] -= accepted_N
             self._count_drafts(slot_N, drafted_N, accepted_N)
         self._new_ids += [
@@ -435,15 +435,15 @@ class DeviceDecoder(Decoder):
         self.batch.cached_B[slot_N] -= 1
 
 
-MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
-IN_FLIGHT = 2  # steps that may be pending: buffers that the host fills or reads alternate
+MEMBERS = 16  # limit of a group that shares a prefix; a larger one is split
+IN_FLIGHT = 2  # steps that may be pending; the buffers that the host fills or reads alternate
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A decode step that was launched and not yet read. position_N: of the first token that each sequence draws;
-    drafted_N: drafts behind it. alive_N: sequences that still want their token; room_N: tokens that the turn may have
-    after the first. laps: of the forwards since the previous step, and of this one (DecodeClock.add)."""
+    """A decode step that was launched and not yet read. position_N: position of the first token that each sequence
+    draws. drafted_N: number of drafts fed. alive_N: whether the sequence still needs its token. room_N: tokens left in
+    the turn after the first. laps: timers of forwards since the previous step, and of this one (DecodeClock.add)."""
 
     slot_N: Ints
     position_N: Ints
@@ -455,25 +455,25 @@ class PendingStep:
 
     @property
     def drafts(self) -> bool:
-        """Return whether the number of tokens drawn is known only once they have been read."""
+        """Return whether the number of drawn tokens is unknown until they have been read."""
         return bool(self.drafted_N.any())
 
     def read(self) -> Drawn:
-        """Return the step's draws, once they have arrived on the host."""
+        """Return the step's draws, after waiting for their copy to the host."""
         return self.rows.read(len(self.slot_N))
 
 
 class StaticStep:
-    """Work on the device as a function of tensors that stay where they are: weights, cache, the batch's arrays, and
-    `inputs`, which the host fills in one copy to `sent`. `play` runs it, on CUDA from the use `captured_at` on as a
-    graph, whose bits are the same."""
+    """Work on the device as a function of tensors at fixed addresses: weights, cache, the batch's arrays, and `inputs`,
+    which the host fills in one copy to `sent`. `play` runs it. On CUDA it is a graph from use number `captured_at` on,
+    with the same bits."""
 
-    captured_at = 2  # the first use compiles kernels, and lets libraries allocate what they keep
+    captured_at = 2  # the first use compiles kernels, and libraries allocate their lasting memory
 
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], policy: Policy, cache: DeviceKV, batch: BatchState, pool: Any
     ) -> None:
-        """pool: of graphs; None: none is captured."""
+        """Allocate the buffers. pool: memory pool of graphs; None: no graph is captured."""
         self.policy, self.cache, self.batch, self.pool, self.uses = policy, cache, batch, pool, 0
         self.shapes, self.sizes = shapes, [int(np.prod(shape)) for shape in shapes.values()]
         self.sent = torch.zeros(sum(self.sizes), dtype=torch.int32, device=policy.device)
@@ -510,11 +510,10 @@ class StaticStep:
 
 
 class PrefillStep(StaticStep):
-    """Up to `rows` new rows of up to PREFILL_RUNS sequences, of which nothing is drawn: `DeviceStep` in buffers.
+    """Prefill of up to `rows` new rows of up to PREFILL_RUNS sequences: `DeviceStep` with fixed buffers. Nothing is
+    drawn. hidden_TH: hidden states of the rows, until the next step runs."""
 
-    hidden_TH: of the rows, until the next step runs."""
-
-    captured_at = 16  # a capture takes as long as some forty launches save
+    captured_at = 16  # a capture takes the time that about forty replays save
     hidden_TH: torch.Tensor
 
     def __init__(self, rows: int, policy: Policy, cache: DeviceKV, batch: BatchState, pool: Any = None) -> None:
@@ -524,7 +523,7 @@ class PrefillStep(StaticStep):
         self.rows = PrefillRows(self.inputs["table"], row_N, start_N, count_N, longest=rows)
 
     def load(self, runs: QueryRuns) -> None:
-        """Copy the inputs to the device. Rows that are missing belong to no run, and their keys are not stored."""
+        """Copy the inputs to the device. Padding rows belong to no run, and their keys are not stored."""
         numbers = np.zeros(sum(self.sizes), np.int32)
         rows_4T, about_3N, table_NP = (x.numpy() for x in self.views(torch.from_numpy(numbers)))
         rows, count = int(runs.count_N.sum()), len(runs.table_N)
@@ -546,8 +545,8 @@ class PrefillStep(StaticStep):
 
 
 class BucketStep(StaticStep):
-    """One decode step of up to `size` sequences with up to `drafts` drafts each: `load` fills the buffers, `launch`
-    plays it and has the result copied."""
+    """Decode step of up to `size` sequences with up to `drafts` drafts each. `load` fills the buffers; `launch` runs it
+    and copies the result."""
 
     def __init__(
         self,
@@ -598,7 +597,7 @@ class BucketStep(StaticStep):
         self, slot_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
     ) -> None:
         """Copy the inputs of a step to the device, in one copy. start_N: positions of the sequences' last tokens, which
-        are fed. drafts_NK: drafts, of which a sequence has drafted_N."""
+        are fed. drafts_NK: drafts, of which the first drafted_N of a sequence are valid."""
         count = len(slot_N)
         self.turn = (self.turn + 1) % IN_FLIGHT
         staging = self.staging[self.turn]
@@ -615,11 +614,11 @@ class BucketStep(StaticStep):
         self.sent.copy_(staging, non_blocking=True)
 
     def run(self) -> None:
-        """Feed, draw and store the accepted tokens. It reads and writes buffers only."""
+        """Run the forward, draw, and store the accepted tokens. It reads and writes only buffers."""
         batch, row_Q = self.batch, self.row_Q
         slot_B1, start_B1, count_B1 = (self.inputs[name].long()[:, None] for name in ("slot", "start", "count"))
         drafts_BK = self.inputs["drafts"].long()
-        # Rows beyond a sequence's own repeat the position of its last.
+        # Rows beyond those of a sequence repeat the position of its last row.
         position_BQ = start_B1 + torch.minimum(row_Q, (count_B1 - 1).clamp_(min=0))
         block_BQ = self.inputs["table"].gather(1, position_BQ // self.cache.block_size)
         self.block_T = torch.where(row_Q < count_B1, block_BQ, -1).view(-1)
@@ -655,7 +654,7 @@ class BucketStep(StaticStep):
         return decode_attention(q_BQND, k_PKSD, v_PKSD, self.rows).flatten(0, 1)
 
     def launch(self) -> DrawnRows:
-        """Run the step and return its draws, whose copy to the host may still be under way."""
+        """Run the step and return its draws, whose copy to the host may not have finished."""
         received = self.received[self.turn]
         self.play()
         received.copy_(self.packed_BX, non_blocking=True)
@@ -668,7 +667,8 @@ class BucketStep(StaticStep):
 
 @dataclass(slots=True)
 class Prefixes:
-    """Groups of a step's sequences that share their first blocks. first_N: where a sequence's own keys begin."""
+    """Groups of a step's sequences with the same first blocks. first_N: position at which a sequence's own keys
+    begin."""
 
     first_N: Ints
     table_GP: Ints
@@ -677,7 +677,7 @@ class Prefixes:
 
 
 def bucket_of(count: int) -> int:
-    """Return the bucket's size for so many sequences: powers of two up to 16, then multiples of 16."""
+    """Return the bucket size for `count` sequences: a power of two up to 16, then a multiple of 16."""
     return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
 
 
@@ -687,7 +687,7 @@ def drafts_bucket(most: int) -> int:
 
 
 def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | None:
-    """Group a step's sequences that share the first blocks_N of their blocks, where reading those once pays; None: no
+    """Group a step's sequences that share the first blocks_N of their blocks, if reading those once pays; None: no
     group. table_NP: the sequences' blocks. Sequences with a block in common share all blocks before it."""
     index_N = np.flatnonzero(blocks_N > 0)
     last_N = table_NP[index_N, blocks_N[index_N] - 1]
@@ -699,7 +699,7 @@ def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | No
     ]
     if not pays_g.any():
         return None
-    # Members of the groups that pay, group by group, and each one's place in its group.
+    # Members of the groups that pay, group by group, and the place of each in its group.
     order_X = np.argsort(group_N, kind="stable")
     place_X = np.arange(len(order_X)) - np.repeat(np.cumsum(size_g) - size_g, size_g)
     some_X = pays_g[group_N[order_X]]

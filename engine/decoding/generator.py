@@ -4,7 +4,7 @@
     (results,) = generator.generate([GenerateRequest(prompt_text="2 + 2 =", n=4)])
 
 Every request is checked before anything runs. A result does not depend on the other requests (decoder.py says where
-that holds to the bit). Keys and values live for one call, so the weights may change between two.
+this holds bit for bit). Keys and values are kept for one call, so the weights may change between two calls.
 """
 
 import codecs
@@ -29,22 +29,22 @@ from thresher.policy.tokenizer import Tokenizer
 Finish = Literal["stop", "eos", "length", "context"]
 T = TypeVar("T")
 
-BLOCK = 64  # slots
-CPU_SHARE = 0.5  # of the memory that there is, at most, for keys and values
+BLOCK = 64  # slots of a block
+CPU_SHARE = 0.5  # largest share of the memory for keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, and how `n` samples of it are drawn.
+    """One prompt, and the settings with which `n` samples of it are drawn.
 
-    The prompt is given as ids, as plain text (control tokens in it are spelled out; what the model expects before a
-    text, such as Llama 3's begin of text, is put before it), or as messages for the model's chat template. stop:
-    strings at which a sample ends, found in its bytes however they are cut into tokens.
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out.
-    seed: sample j's noise is a function of (seed, j) alone, so two requests of one seed share their noise, whichever
-    Generator and call they belong to. None, the default: a function of (r, j), where r is the request's number, counted
-    from 0 over all that this Generator has been given. So every request and every call draws noise of its own, and a
-    program that is run again draws the same.
+    The prompt is given as ids, as plain text, or as messages for the model's chat template. Control tokens in plain
+    text are encoded as ordinary characters, and the ids that the model expects before a text, such as Llama 3's begin
+    of text, are prepended. stop: strings at which a sample ends, found in its bytes however they are split into tokens.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 exclude no token. seed: the noise of sample j is a function of
+    (seed, j) alone, so two requests with the same seed share their noise, in any Generator and any call. None, the
+    default: the noise is a function of (r, j), where r is the request's number, counted from 0 over all requests of
+    this Generator. Every request and every call then has its own noise, and a program that is run again draws the same
+    samples.
     """
 
     prompt_ids: Sequence[int] | None = None
@@ -64,12 +64,12 @@ class GenerateRequest:
 class GenerateResult:
     """One sample.
 
-    token_ids: all that was drawn, the stop's or the end's token included; logprobs: of each, under the distribution
-    that it was drawn from (greedy: at temperature 1). text: what was written, up to the stop's last byte, without the
-    end of text. finish: "stop", "eos", "length" (max_new_tokens) or "context" (the model's, full). stop: the string
-    that ended it; trailing: the bytes that its last token holds behind that. prefill_tokens_computed: tokens that had
-    to be prefilled for it; one that several share counts once, at the first. drafted: drafts of its tokens that were
-    fed; accepted: those of them that came true.
+    token_ids: all drawn ids, including those of the stop or of the end of text; logprobs: of each id, under the
+    distribution that it was drawn from (greedy: at temperature 1). text: the text up to the stop's last byte, without
+    the end of text. finish: "stop", "eos", "length" (max_new_tokens) or "context" (the model's context is full). stop:
+    the string that ended it; trailing: bytes of its last token after the stop. prefill_tokens_computed: tokens
+    prefilled for it; a token that several samples share counts once, at the first. drafted: drafts of its tokens that
+    were fed; accepted: those that were accepted.
     """
 
     token_ids: list[int]
@@ -84,14 +84,14 @@ class GenerateResult:
 
 
 class Generator:
-    """Samples of prompts from one policy.
+    """Generator of samples from one policy.
 
-    kv_tokens: keys and values that are held at once; None: as many as a call can use, up to half of the memory. When
-    they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: by what it is
-    computed, "auto", "torch", "triton", "flash" or "xformers" (kernels/attention/backends/choice.py). speculate:
-    drafts of a sample that are verified in one forward, 0 to 8; "auto": where they pay (speculative.py). share_prefix:
-    whether attention to what several samples share is computed once, or for each. Neither of the last two changes a
-    result.
+    kv_tokens: tokens whose keys and values are held at once; None: as many as a call can use, up to half of the memory.
+    When they are full, the youngest sequences wait. max_running: number of samples that are decoded at once. attention:
+    attention backend, "auto", "torch", "triton", "flash" or "xformers" (kernels/attention/backends/choice.py).
+    speculate: drafts of a sample that are verified in one forward, 0 to 8; "auto": where they pay (speculative.py).
+    share_prefix: whether attention to a prefix that several samples share is computed once, or for each of them.
+    Neither of the last two changes a result.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Generator:
         self.context = policy.config.max_position_embeddings
         self.clock = DecodeClock()
         self._decoder: Decoder | None = None
-        self._requests = 0  # that it has been given
+        self._requests = 0  # number of requests so far
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateResult]]:
-        """Return the samples of every request, in order. UserError, naming the request, before anything runs."""
+        """Return the samples of every request, in order. UserError, which names the request, before anything runs."""
         started = time.perf_counter()
         decoder, asked = self._begin(requests)
         while not decoder.idle:
@@ -156,7 +156,7 @@ class Generator:
     def _begin(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[Decoder, list[tuple[GenerateRequest, list[TokenSequence]]]]:
-        """Return a decoder in which every request's samples wait, and the samples of each request."""
+        """Return a decoder in which the samples of every request wait, and the samples of each request."""
         requests = _checked_requests(requests)
         prompts = [self._prompt(number, request) for number, request in enumerate(requests)]
         asked = list(zip(requests, prompts, strict=True))
@@ -184,7 +184,7 @@ class Generator:
         return decoder, begun
 
     def _decoder_for(self, lengths: Sequence[int]) -> Decoder:
-        """Return a decoder for sequences of these lengths: the last call's, if its cache is large enough."""
+        """Return a decoder for sequences of these lengths: that of the last call, if its cache is large enough."""
         running = self._running(len(lengths))
         if self.kv_tokens is not None:
             blocks = self.kv_tokens // BLOCK
@@ -209,8 +209,8 @@ class Generator:
         return self._decoder
 
     def _running(self, samples: int) -> int:
-        """Return how many slots a decoder gets. Where a slot has states, as many as `samples` need, in powers of two.
-        UserError if these do not fit."""
+        """Return the number of slots of a decoder. If slots have states, it is the power of two that holds `samples`,
+        at most max_running. UserError if the states do not fit into memory."""
         config, cuda = self.policy.config, self.policy.device.type == "cuda"
         if not config.delta_layers:
             return self.max_running
@@ -289,7 +289,7 @@ class Generator:
 
 
 def _checked_requests(requests: Iterable[GenerateRequest]) -> list[GenerateRequest]:
-    """Return the requests, their numbers and stops converted; prompts are checked by `Generator._prompt`."""
+    """Return the requests with numbers and stops checked and converted. `Generator._prompt` checks the prompts."""
     if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
         raise UserError(f"requests is {shown(requests)}; expected a list of GenerateRequest")
     found = []
@@ -307,7 +307,7 @@ def _checked_requests(requests: Iterable[GenerateRequest]) -> list[GenerateReque
 
 
 def _checked_list(where: str, name: str, values: object, expected: str, convert: Callable[[Any], T | None]) -> list[T]:
-    """Return the converted entries of a list; UserError where it is none, or where `convert` returns None."""
+    """Return the converted entries of a list. UserError if it is no list, or if `convert` returns None."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise UserError(f"{where}: {name} is {shown(values)}; expected {expected}")
     found = []
@@ -332,7 +332,7 @@ def _seed(noise: str, sample: int) -> int:
 
 
 def stream_text(generator: Generator, request: GenerateRequest) -> Iterator[str]:
-    """Yield the text of the request's first sample, in pieces that are not empty. UserError as `Generator.generate`."""
+    """Yield the text of the request's first sample in non-empty pieces. UserError as in `Generator.generate`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     matcher = TagMatcher(generator.tokenizer, request.stop) if request.stop else None
     state = 0 if matcher is None else matcher.start()

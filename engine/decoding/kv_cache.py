@@ -1,11 +1,11 @@
-"""The tensors of the cache, and one forward's view of them, for a CPU (Paged) and for a GPU (Device).
+"""The tensors of the KV cache, and the view of one forward on them, for a CPU (Paged) and for a GPU (Device).
 
-A `PagedKV` has for each layer with attention keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head
-dimension, slots of a block; a BLAS multiplies them as they are (kernels/attention/paged_cpu.py). A `DeviceKV` has both
-as [P, K, S, D], as the kernels read them (paged_cuda.py). `DeltaStates` have for each layer with the gated delta rule,
-for each slot, a ring of states and a ring of rows before the convolution, and snapshots. `PagedStep` and `DeviceStep`
-are the layout of a forward: called, they rotate, write the new rows' keys and values to their slots, and attend;
-`delta` computes the rule and writes to the rings.
+A `PagedKV` has, for each layer with attention, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head
+dimension, slots of a block. A BLAS multiplies them in this layout (kernels/attention/paged_cpu.py). A `DeviceKV` has
+both as [P, K, S, D], the layout of the kernels (paged_cuda.py). `DeltaStates` has, for each layer with the gated delta
+rule and each slot, a ring of states and a ring of rows before the convolution; it also has snapshots. `PagedStep` and
+`DeviceStep` are the layout of a forward. Called, they rotate, write keys and values of the new rows to their slots, and
+attend; `delta` computes the rule and writes to the rings.
 """
 
 import numpy as np
@@ -42,9 +42,9 @@ def check_page_size(page_size: int) -> None:
 
 
 class DeltaStates:
-    """Of each layer with the gated delta rule the rings of `slots` sequences (kernels/delta/steps.py): states [L, B, R,
-    V, D, E] and rows before the convolution [L, B, M, C]; and of `snapshots` beginnings, which other sequences will
-    take, the state and the last W - 1 rows. ring: R, one more than the tokens that may be taken back."""
+    """States of all layers with the gated delta rule. `slots` sequences have rings (kernels/delta/steps.py) of states
+    [L, B, R, V, D, E] and of rows before the convolution [L, B, M, C]. `snapshots` prefixes, for reuse by other
+    sequences, have the state and the last W - 1 rows. ring: R, one more than the tokens that may be taken back."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class DeltaStates:
         wide = torch.promote_types(dtype, torch.float32)
         self.ring, self.width = ring, shape.conv_kernel_dim
         self.reach, self.held = self.width - 1, ring + self.width - 1
-        # Not filled, so that on a CPU it takes no memory before it is used: `begin` writes what is read first.
+        # Not filled, so that on a CPU it takes no memory before use: `begin` writes the values that are read first.
         self.state_LBRVDE = torch.empty(layers, slots, ring, *sizes, dtype=wide, device=device)
         self.rows_LBMC = torch.empty(layers, slots, self.held, shape.channels, dtype=dtype, device=device)
         self.kept_state = torch.empty(layers, snapshots, *sizes, dtype=wide, device=device)
         self.kept_rows = torch.empty(layers, snapshots, self.reach, shape.channels, dtype=dtype, device=device)
         self.tensors = [self.state_LBRVDE, self.rows_LBMC, self.kept_state, self.kept_rows]
         for x in self.tensors[:2]:
-            x[:, -1] = 0  # of the spare slot, with which rows that pad a batch begin
+            x[:, -1] = 0  # of the spare slot, from which padding rows begin
 
     def layer(self, number: int) -> Rings:
         return Rings(self.state_LBRVDE[number], self.rows_LBMC[number])
 
     def begin(self, slot: int, tokens: int, snapshot: int | None) -> None:
-        """Begin a sequence behind `tokens` of it, whose states are in a snapshot; at 0 there is none."""
+        """Begin a sequence after its first `tokens` tokens, from the states in `snapshot`; at 0 there is none."""
         state_LVDE = self.state_LBRVDE[:, slot, tokens % self.ring]
         if snapshot is None:
             assert tokens == 0
@@ -85,18 +85,18 @@ class DeltaStates:
             self.rows_LBMC[:, slot, place] = self.kept_rows[:, snapshot, back]
 
     def save(self, slot: int, tokens: int, snapshot: int) -> None:
-        """Keep in a snapshot what a sequence was behind `tokens` of it."""
+        """Store the states of a sequence after its first `tokens` tokens in a snapshot."""
         self.kept_state[:, snapshot] = self.state_LBRVDE[:, slot, tokens % self.ring]
         for back, place in enumerate(self._places(tokens)):
             self.kept_rows[:, snapshot, back] = self.rows_LBMC[:, slot, place]
 
     def runs(self, runs: QueryRuns, rows: int, device: torch.device, last_only: bool = False) -> DeltaRuns:
-        """Lay out a step's runs, of `rows` rows with padding. last_only: as `delta_runs` has it."""
+        """Return the layout of a step's runs, with `rows` rows including padding. last_only: as in `delta_runs`."""
         sizes = self.ring, self.width
         return delta_runs(runs.table_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device, last_only)
 
     def _places(self, tokens: int) -> list[int]:
-        """Return where the last W - 1 rows before position `tokens` lie."""
+        """Return the places in the ring of the last W - 1 rows before position `tokens`."""
         return [position % self.held for position in range(tokens - self.reach, tokens)]
 
     @staticmethod
@@ -110,8 +110,7 @@ class DeltaStates:
 
 
 class _KVCache:
-    """Keys and values of all layers with attention, in blocks of `block_size` slots; and states, where layers have
-    some."""
+    """Keys and values of all attention layers, in blocks of `block_size` slots, and states of layers with states."""
 
     def __init__(self, page_size: int, states: DeltaStates | None) -> None:
         check_page_size(page_size)
@@ -144,7 +143,7 @@ class PagedKV(_KVCache):
         layers, kv_heads, dim = config.attention_layers, config.num_key_value_heads, config.head_dim
         tile = row_tile(dim, page_size, dtype, torch.device(device))
         self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
-        # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
+        # Zeros, not empty: masked slots are multiplied by an exact 0, and NaN times 0 would stay NaN.
         self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
         self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)
         self.blocks = [self.k_LPKDS, self.v_LPKSD]
@@ -156,10 +155,10 @@ class PagedKV(_KVCache):
 
 
 class PagedStep:
-    """The new rows of one forward: slot_T (rows of `table_BP`), positions_T, and, as a callable, attention.
+    """The new rows of one forward: slot_T (rows of `table_BP`), positions_T, and attention as a callable.
 
-    Rows lie sequence after sequence. They are padded to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
-    batch-invariant (kernels/operands.py), with rows that write to block 0. rows: the number without padding.
+    Rows are ordered by sequence. They are padded to a multiple of ROW_MULTIPLE, with which a CPU's matmul is
+    batch-invariant (kernels/operands.py); padding rows write to block 0. rows: the number without padding.
     """
 
     def __init__(self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: QueryRuns, *, share: bool = True) -> None:
@@ -206,7 +205,7 @@ class DeviceKV(_KVCache):
 
 
 def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
-    """Return slot, position, block and offset in it of each new row, [4, T]."""
+    """Return the slot, position, block and offset in the block of each new row, [4, T]."""
     position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
     slot_T = np.repeat(runs.table_N, runs.count_N)
     number_T, offset_T = np.divmod(position_T, block_size)
@@ -214,10 +213,10 @@ def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
 
 
 class DeviceStep:
-    """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and, as a callable, attention.
+    """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and attention as a callable.
 
-    The host sends everything in one copy of int32. fresh: computes attention where every run begins at position 0, so
-    that its keys are its own rows'.
+    The host sends all inputs in one copy of int32. fresh: computes attention if every run begins at position 0, so that
+    its keys are those of its own rows.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Admission and preemption of sequences. Pure bookkeeping, no tensors.
 
-A sequence is admitted, the oldest first, when a slot is free and the pool has room for its tokens. When the pool is
-full, the youngest running sequence waits again: its tokens are kept and its blocks are freed, which changes no result.
-The pool holds the longest sequence, so the oldest can always go on and there is no deadlock. A sequence is passed over
-while another is about to compute its beginning; the pool's tree knows what blocks are about to hold.
+The scheduler admits the oldest sequence first, when a slot is free and the pool has room for its tokens. When the pool
+is full, the scheduler preempts the youngest running sequence: its tokens are kept and its blocks are freed, which
+changes no result. The pool has room for the longest sequence, so the oldest one can always continue and there is no
+deadlock. A sequence is skipped while another one is about to compute its prefix; the pool's tree records such blocks.
 """
 
 import bisect
@@ -32,8 +32,9 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
-    """Ids with which several sequences begin. hidden_H: the last token's hidden state, once it is computed; all draw
-    their first token from it. waiting: sequences that have not begun. filling: one of them computes it, others wait."""
+    """Prompt ids that several sequences share. hidden_H: hidden state of the last token, once it is computed; all
+    sequences draw their first token from it. waiting: number of sequences that have not begun. filling: one sequence
+    computes the prompt, and the others wait."""
 
     ids: list[int]
     waiting: int = 0
@@ -48,23 +49,23 @@ class SharedPrompt:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """One stream of tokens. `ids` is complete between turns; within one, the newest ids are in its slot's arrays.
+    """One stream of tokens. `ids` is complete between turns; within a turn, the newest ids are in its slot's arrays.
 
-    stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
-    "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
-    ones included. earlier: what was written before for the same question, in which drafts are looked up. scored_from:
-    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. keep_at: of such a sequence, behind
-    how many ids the states are kept for others. carried: how many of its ids earlier rollouts have computed. version:
-    of the weights that it began under, where the pool outlives them.
+    stop, room: stop strings and token limit of the turn. finish: why the last turn ended, "stop", "eos" or "length";
+    hit: the stop that ended it. prefilled: number of tokens computed for it without being drawn, recomputed ones
+    included. earlier: earlier text for the same question, in which drafts are looked up. scored_from: if above 0,
+    nothing is drawn, and `logprobs` are those of the ids from there on. keep_at: for such a sequence, the number of ids
+    after which the states are kept for others. carried: number of its ids that earlier rollouts have computed. version:
+    version of the weights under which it began, if the pool outlives them.
     """
 
     prompt: SharedPrompt
     seed: int
     draw: SamplingParams
     ids: list[int] = field(default_factory=list)
-    most: int | None = None  # tokens that it can come to hold, where that is known
-    grows: bool = True  # whether it may need blocks beyond those that it was let in with
-    number: int = -1  # in the order in which they were handed in
+    most: int | None = None  # largest number of tokens that it can have, if known
+    grows: bool = True  # whether it may need more blocks than at its admission
+    number: int = -1  # order of submission
     begun: bool = False
     slot: int = -1
     writing: bool = False
@@ -72,12 +73,12 @@ class TokenSequence:
     room: int = 0
     turn_start: int = 0
     logprobs: list[float] = field(default_factory=list)  # of the turn's tokens
-    stop_state: int = 0  # of the stop automaton, while it has no slot
+    stop_state: int = 0  # of the stop automaton, while the sequence has no slot
     finish: str = ""
     hit: Hit | None = None
-    node: RadixNode | None = None  # the last full node of it that is in the pool's tree
-    node_end: int = 0  # tokens up to that node's end
-    unready: list[tuple[RadixNode, int]] = field(default_factory=list)  # nodes that it is about to fill; their ends
+    node: RadixNode | None = None  # its last full node in the pool's tree
+    node_end: int = 0  # number of tokens up to that node's end
+    unready: list[tuple[RadixNode, int]] = field(default_factory=list)  # nodes that it is about to fill, and their ends
     prefilled: int = 0
     earlier: npt.NDArray[np.int32] | None = None
     drafted: int = 0
@@ -97,16 +98,16 @@ class TokenSequence:
 
     @property
     def unscored(self) -> int:
-        """Return how many log-probs of given ids are missing; 0 too for a sequence of which none are wanted."""
+        """Return the number of log-probs of given ids that are missing; 0 for a sequence that is not scored."""
         return len(self.ids) - self.scored_from - len(self.logprobs) if self.scored_from else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that begins now, with its blocks; the first of them hold `cached` of its tokens.
+    """A sequence that begins now, with its blocks. The first blocks hold `cached` of its tokens.
 
-    copy: blocks (from, to) to copy before anything is computed, where those tokens end within a block; else None.
-    snapshot: of the states behind those tokens, where a model has states and there are such tokens.
+    copy: blocks (from, to) to copy before anything is computed, if those tokens end within a block; else None.
+    snapshot: snapshot of the states after those tokens, if the model has states and there are such tokens.
     """
 
     sequence: TokenSequence
@@ -125,8 +126,8 @@ def start_scheduler(
     snapshots: int | None = None,
     kept: BlockPool | None = None,
 ) -> "Scheduler":
-    """Return a scheduler of a new pool, or of one that was kept. snapshots: of states; None: the model has none.
-    UserError where a sequence of `longest` tokens does not fit into it."""
+    """Return a scheduler with a new pool, or with `kept`. snapshots: number of snapshots of states; None: the model has
+    no states. UserError if a sequence of `longest` tokens does not fit into the pool."""
     pool = kept or BlockPool(num_blocks, kv_block_size, snapshots or 0)
     if pool.blocks_for(longest) > pool.num_free:
         raise UserError(
@@ -137,8 +138,9 @@ def start_scheduler(
 
 
 class Scheduler:
-    """Admission, oldest first, with blocks of the pool. `reuse` off: nothing that another sequence computed is used.
-    has_states: the model has layers with states, so that keys and values are of use only up to a snapshot."""
+    """Admission of the oldest sequences first, with blocks of the pool. reuse: if off, no sequence uses keys and values
+    that another one computed. has_states: the model has layers with states, so that cached keys and values can be used
+    only up to a snapshot."""
 
     def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True, has_states: bool = False) -> None:
         self.pool, self.max_running, self.reuse, self.has_states = pool, max_running, reuse, has_states
@@ -155,7 +157,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=attrgetter("number"))
 
     def admit(self) -> Iterator[Admission]:
-        """Admit the sequences that may begin now, one after the other, each with its blocks."""
+        """Admit the sequences that can begin now, and yield each with its blocks."""
         passed: list[TokenSequence] = []
         while self.waiting and len(self.running) < self.max_running and len(passed) < self.max_running:
             sequence = self.waiting[0]
@@ -167,7 +169,7 @@ class Scheduler:
             if prefix.wait:
                 passed.append(self.waiting.pop(0))
                 continue
-            # One more block for each that may need one soon, or the next step would have to preempt.
+            # One more block per sequence that may need one soon; otherwise the next step would have to preempt.
             growing = sum(one.grows for one in self.running)
             idle = int((self.pool.ref_count_P[prefix.blocks] == 0).sum())
             if self.running and self.pool.num_free - idle < blocks + growing:
@@ -180,7 +182,7 @@ class Scheduler:
         self.waiting[:0] = passed
 
     def _begin(self, sequence: TokenSequence, prefix: Prefix, count: int) -> Admission:
-        """Allocate `count` blocks beside those of its prefix, and note that the sequence will compute the rest."""
+        """Allocate `count` blocks after those of its prefix; record that the sequence will compute the rest."""
         shared = prefix.blocks
         self.pool.add_ref(shared)
         blocks = [*shared, *self.pool.allocate(count).tolist()]
@@ -194,14 +196,14 @@ class Scheduler:
         return Admission(sequence, cached, blocks, copy, prefix.snapshot)
 
     def allocate(self, count: int) -> Ints | None:
-        """Return so many new blocks; None while the pool has too few."""
+        """Return `count` new blocks; None if the pool has too few."""
         return self.pool.allocate(count) if count <= self.pool.num_free else None
 
     def _prefix(self, sequence: TokenSequence) -> Prefix:
         if not self.reuse:
             return Prefix([], self.pool.root_of(sequence.version))
-        # The whole of it is of use only where the last token's hidden state is known; a scored id needs that of the
-        # token before it.
+        # All of it can come from the cache only if the last token's hidden state is known. A scored id needs the
+        # hidden state of the token before it.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         match = self.pool.match_state if self.has_states else self.pool.match_prefix
         most = len(sequence.ids) - (sequence.unscored + 1 if sequence.scored_from else not whole)
@@ -213,7 +215,7 @@ class Scheduler:
             sequence.unready.pop(0)[0].ready = True
 
     def leave(self, sequence: TokenSequence, cached: int, blocks: Sequence[int], keep: bool) -> None:
-        """Free a sequence's blocks, which hold `cached` of its tokens; keep: others are to find them."""
+        """Free a sequence's blocks, which hold `cached` of its tokens. keep: keep them in the tree for others."""
         if self.reuse:
             if cached < len(sequence.prompt.ids):
                 sequence.prompt.filling = False
@@ -224,12 +226,12 @@ class Scheduler:
         self.pool.free(blocks)
 
     def keep(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Note that a running sequence's blocks hold `ids`, its first tokens."""
+        """Record in the tree that a running sequence's blocks hold `ids`, its first tokens."""
         if self.reuse:
             self._remember(sequence, ids, blocks, ready=True)
 
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
-        """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
+        """Record in the pool's tree which tokens the sequence's blocks hold or are about to hold."""
         page_size = self.pool.page_size
         if sequence.node is None or not self.pool.contains(sequence.node) or sequence.node_end > len(ids):
             sequence.node, sequence.node_end = self.pool.root_of(sequence.version), 0
@@ -244,8 +246,7 @@ class Scheduler:
             sequence.node_end = full
 
     def preempt(self) -> TokenSequence:
-        """Remove and return the youngest running sequence; it waits again if it has a turn, or ids to be
-        scored."""
+        """Remove and return the youngest running sequence; it is queued again if it has a turn or ids to score."""
         sequence = self.running.pop()
         if sequence.writing or sequence.unscored:
             self.submit(sequence)
@@ -253,4 +254,4 @@ class Scheduler:
 
 
 if TYPE_CHECKING:
-    import torch  # the scheduler needs none of it
+    import torch  # for annotations: the scheduler does not need torch

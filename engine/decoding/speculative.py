@@ -1,18 +1,19 @@
-"""Drafts: guesses at a sequence's next tokens, looked up in earlier text, for all slots at once.
+"""Drafts: guesses of a sequence's next tokens, looked up in earlier text, for all slots at once.
 
-A token is argmax(z / T + noise(seed, position, token)), and the noise is a function. So a draft is verified by
-equality: one forward feeds the last token and k drafts, a token is drawn at each row, and drafts are accepted up to the
-first that differs. Where the BLAS is batch-invariant (docs/design.md) no draft changes a token or a log-prob. A draft
-continues a place where the sequence's last tokens occurred, in an earlier text for the same question or in its own.
+A token is argmax(z / T + noise(seed, position, token)), and the noise is a pure function. A draft is therefore verified
+by equality: one forward feeds the last token and k drafts, a token is drawn at each row, and drafts are accepted up to
+the first that differs. If the BLAS is batch-invariant (docs/design.md), drafts change no token and no log-prob. A draft
+continues an earlier occurrence of the sequence's last tokens, in earlier text for the same question or in its own.
 
-With "auto", a forward of n sequences with drafts takes, in forwards without drafts,
+With "auto", a forward of n sequences with drafts is taken to cost, in forwards without drafts,
 
     1 + drafting + c(n) x drafts / n        c(n) = row + row_each n         (Costs)
 
-p is the share of drafts of a kind that came true so far; the i-th draft of a slot is used with chance p^i. A slot gets
-as many drafts as have p^i > c(n); none are used where all of them save less than `drafting`. Where that has been so for
-PATIENCE steps, drafts are looked up every PAUSE steps. The clock decides nothing. A GPU computes as many rows for each
-slot as for the slot with the most drafts, so slots get at most the number in STACKED that writes the most in its time.
+p is the share of drafts of a kind that were accepted so far; the i-th draft of a slot is used with probability p^i. A
+slot gets as many drafts as have p^i > c(n). No drafts are used if all of them save less than `drafting`. After PATIENCE
+such steps, drafts are looked up every PAUSE steps only. No clock takes part in these decisions. A GPU computes as many
+rows for each slot as for the slot with the most drafts. Slots therefore get at most the number in STACKED that gives
+the most tokens per unit of time.
 
 Axes: B slots, L tokens of a sequence, N slots that decode, K drafts of a slot.
 """
@@ -28,12 +29,12 @@ Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Speculate = Literal["auto"] | int
 
-MOST = 8  # drafts of a slot
-TURN_END = -1  # in earlier ids, behind the last token of a turn
-WINDOW = 4096  # tokens that are looked through, the last ones of the longest slot's
-STACKED = (1, 2, 4, 8)  # numbers of drafts for which a GPU has a step
-PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
-# Kinds of drafts: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
+MOST = 8  # limit of drafts per slot
+TURN_END = -1  # in earlier ids, after the last token of a turn
+WINDOW = 4096  # number of tokens searched: the last ones of the longest slot's source
+STACKED = (1, 2, 4, 8)  # numbers of drafts for which a GPU has a decode step
+PATIENCE, PAUSE = 4, 16  # after PATIENCE steps in which drafts did not pay, look up every PAUSE steps
+# Kinds of drafts: after 4 or 2 equal tokens in earlier text, after 3 in the sequence's own context.
 EARLIER_4, EARLIER_2, OWN_3 = range(3)
 BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # initial counts of accepted and of rejected drafts, for each kind
 
@@ -50,31 +51,31 @@ class Costs:
 
 
 ON_CPU = Costs(0.25, 0.1, 0.0014)  # as measured (docs/internals/log.md)
-BYTES_PER_S = 2.0e12  # a GPU's memory: an A100 of 80 GB, the slowest that is meant
-# An A100's bfloat16 operations a byte: with fewer rows, reading the weights takes longer than using them.
+BYTES_PER_S = 2.0e12  # memory bandwidth of an A100 with 80 GB, the slowest GPU considered
+# bfloat16 operations per byte of an A100: with fewer rows, reading the weights takes longer than using them.
 ROWS_FREE = 150
-HOST_S = 1e-3  # of a step: bookkeeping and look-up, which wait for the tokens and the GPU for them
+HOST_S = 1e-3  # host time of a step: bookkeeping and look-up, which need the last tokens; the GPU waits meanwhile
 
 
 def gpu_costs(weight_bytes: int, state_bytes: int = 0) -> Costs:
-    """Return the costs on a GPU, by arithmetic; they are not measured yet. A forward takes as long as reading its
-    weights, a row more 1 / ROWS_FREE of that, and as long as writing the states behind it. A step that drafts is not
-    launched ahead, so the host's time is added."""
+    """Return the costs on a GPU, derived by arithmetic; they are not measured yet. A forward takes as long as reading
+    its weights. Each further row adds 1 / ROWS_FREE of that, and the time to write the states after it. A step with
+    drafts is not launched ahead, so the host's time is added."""
     row_each = 1 / ROWS_FREE + state_bytes / weight_bytes
     return Costs(HOST_S * BYTES_PER_S / weight_bytes, 0.0, row_each, stacked=True)
 
 
 @dataclass(slots=True)
 class Drafts:
-    """Drafts of each slot: ids_NK, of which the first count_N count."""
+    """Drafts of each slot: ids_NK, of which the first count_N are valid."""
 
     ids_NK: Ints
     count_N: Ints
 
 
 class Drafter:
-    """Looks up drafts. speculate: "auto", or the number of drafts of every slot that has any. counts: accepted and
-    rejected drafts of each kind, from the first step of a rollout on, so that a resumed run drafts as it would have."""
+    """Look-up of drafts. speculate: "auto", or the number of drafts for every slot that has any. counts: accepted and
+    rejected drafts of each kind since the first step of a rollout, so that a resumed run uses the same drafts."""
 
     def __init__(self, speculate: Speculate, slots: int, length: int, costs: Costs = ON_CPU) -> None:
         self.speculate, self.costs = speculate, costs
@@ -85,7 +86,7 @@ class Drafter:
         self.counts = np.array(BEGIN)
 
     def open(self, slot: int, earlier: "Int32s | None") -> None:
-        """Begin a sequence in the slot; earlier: ids that it may repeat, with TURN_END behind each turn."""
+        """Begin a sequence in the slot. earlier: ids that it may repeat, with TURN_END after each turn."""
         self.earlier_B[slot] = 0
         if earlier is not None:
             ids = earlier[: self.earlier_BL.shape[1]]
@@ -93,14 +94,14 @@ class Drafter:
             self.earlier_B[slot] = len(ids)
 
     def looks(self, sequences: int) -> bool:
-        """Return whether drafts are looked up in this step, in which `sequences` decode. Call it once a step. The
+        """Return whether drafts are looked up in this step, in which `sequences` decode. Call it once per step. The
         answer does not depend on any token."""
         self.steps += 1
         wanted = any(self._drafts_wanted(kind, sequences) for kind in range(len(BEGIN)))
         return wanted and (self.refused <= PATIENCE or self.steps % PAUSE == 0)
 
     def draft(self, tokens_BL: Ints, known_B: Ints, slot_N: Ints, most_N: Ints) -> Drafts | None:
-        """Return drafts for slots that decode, at most `most_N` each; None where none pays."""
+        """Return drafts for slots that decode, at most `most_N` each; None if no drafts pay."""
         wanted = [self._drafts_wanted(kind, len(slot_N)) for kind in range(len(BEGIN))]
         known_N = known_B[slot_N]
         found_N, kind_N = np.full(len(slot_N), -1), np.zeros(len(slot_N), np.int64)
@@ -130,7 +131,7 @@ class Drafter:
         return Drafts(ids_NK[:, : int(count_N.max())], count_N)
 
     def note(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
-        """Count how many of the slots' drafts came true."""
+        """Add the slots' accepted and rejected drafts to `counts`."""
         np.add.at(self.counts[:, 0], self.kind_B[slot_N], taken_N)
         np.add.at(self.counts[:, 1], self.kind_B[slot_N], taken_N < drafted_N)
 
@@ -146,8 +147,8 @@ class Drafter:
         return chances
 
     def _most_that_pay(self, count_N: Ints, kind_N: Ints) -> int:
-        """Return the largest number of drafts for a slot with which the forward is likely to write the most in its
-        time; 0: no drafts make up for what they cost."""
+        """Return the number of drafts per slot with which a forward is likely to give the most tokens per unit of time;
+        0 if no drafts are worth their cost."""
         if self.speculate != "auto":
             return MOST
         used = np.concatenate([np.zeros((len(BEGIN), 1)), [np.cumsum(self._chances(x)) for x in range(len(BEGIN))]], 1)
@@ -166,7 +167,7 @@ class Drafter:
 
 def _nearest(source_BL: Ints, slot_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
     """Return where in each slot's source its last `tokens` tokens end, before the source's last token; -1: nowhere. Of
-    several places it is the nearest to the slot's own length, in its own context the latest."""
+    several places it takes the nearest to the slot's own length, which in its own context is the latest."""
     longest = int(length_N.max(initial=0))
     first = max(longest - WINDOW, 0)
     if longest - first < tokens + 1 or int(known_N.min()) < tokens:

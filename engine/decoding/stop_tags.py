@@ -1,8 +1,8 @@
-"""Find stop tags in token ids, exactly, however the tokenizer splits or glues them.
+"""Find stop tags in token ids, exactly, however the tokenizer splits or merges them.
 
-In Qwen's vocabulary 266 tokens can complete `</search>`, 265 of them with bytes behind it (`>\\n`, `></`), so a search
+In Qwen's vocabulary 266 tokens can complete `</search>`, 265 of them with bytes after it (`>\\n`, `></`), so a search
 for a tag's ids fails. The tags become one automaton over bytes (Aho and Corasick, 1975), tabulated over whole tokens:
-(state, token) -> (state, hit). Almost every token leads from every state to the root and hits nothing; those share
+(state, token) -> (state, hit). Almost every token leads from every state to the root without a hit; all of these share
 column 0. With Qwen2.5's 151,665 tokens and 12 tags the tables [A, C] have 561 columns and .4 MiB; [A, V] takes 29.
 
 Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B sequences (docs/notation.md).
@@ -34,20 +34,20 @@ class TokenBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A tag that ended inside a token; `trailing` is what the token holds after the tag's last byte."""
+    """A tag that ended inside a token. trailing: the token's bytes after the tag."""
 
     tag: str
     trailing: bytes
 
 
 class TagMatcher:
-    """Finds the first tag that ends in each token of a stream of token ids.
+    """Matcher that finds the first tag that ends in each token of a stream of token ids.
 
-    `tags` are whole tags, such as "</search>". Where several end in one token, the hit is the one that ends
-    first, of two that end at the same byte the longer. The state returned with a hit is that after **all**
-    bytes of the token, trailing ones included; a caller that ends the stream at a hit takes `start()` for the
-    next one. A state is a small int and belongs to its matcher. Raises UserError for no tags, an empty tag,
-    one given twice or one that is not a string.
+    `tags` are whole tags, such as "</search>". If several end in one token, the hit is the one that ends first; of two
+    that end at the same byte, it is the longer one. The state returned with a hit is the state after **all** bytes of
+    the token, trailing ones included; a caller that ends the stream at a hit takes `start()` for the next stream. A
+    state is a small int and belongs to its matcher. Raises UserError for no tags, an empty tag, a repeated tag or one
+    that is not a string.
     """
 
     def __init__(self, tokenizer: TokenBytes, tags: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class TagMatcher:
         self._tabulate(tokens, delta_AY, ends_A)
 
     def start(self, lead: bytes = b"") -> int:
-        """Return the state before the first token of a stream, or of one that `lead` opens."""
+        """Return the state before the first token of a stream. lead: bytes with which the stream begins."""
         if not isinstance(lead, bytes):
             raise UserError(f"lead is {shown(lead)}: give the bytes that open the stream")
         state = ROOT
@@ -71,7 +71,8 @@ class TagMatcher:
         return state
 
     def step(self, state: int, token_id: int) -> tuple[int, Hit | None]:
-        """Read one token. ValueError for an id or a state that is no whole number or out of range."""
+        """Read one token; return state and hit. ValueError if the id or the state is no whole number or out of
+        range."""
         if as_whole(state) is None or as_whole(token_id) is None:
             raise ValueError(f"state {shown(state)} and token id {shown(token_id)} are not both whole numbers")
         self._check(state, state, token_id, token_id)
@@ -79,8 +80,8 @@ class TagMatcher:
         return int(self._next_AC[state, column]), self.hit(int(self._code_AC[state, column]), token_id)
 
     def step_many(self, states_B: Ints, ids_B: Ints) -> tuple[Ints, Ints]:
-        """Read one token of each of B sequences: (states [B], hit codes [B]); 0 is no hit, `hit` reads other codes.
-        ValueError as `step`."""
+        """Read one token of each of B sequences; return states [B] and hit codes [B]. Code 0 is no hit; `hit` decodes
+        the others. ValueError as in `step`."""
         states_B, ids_B = np.asarray(states_B), np.asarray(ids_B)
         if states_B.shape != ids_B.shape:
             raise ValueError(f"{states_B.shape} states for {ids_B.shape} token ids: give one state per id")
@@ -92,7 +93,7 @@ class TagMatcher:
         return self._next_AC[states_B, columns_B], self._code_AC[states_B, columns_B]
 
     def hit(self, code: int, token_id: int) -> Hit | None:
-        """Return the hit that a code of `step_many` means, with the token that it came with."""
+        """Return the hit for a code of `step_many` and the token that it was returned for; None for code 0."""
         if code == 0:
             return None
         tag, end = self._hits[code - 1]
@@ -118,7 +119,7 @@ class TagMatcher:
                 raise ValueError(f"{what} {wrong} is outside {whose}'s 0..{most - 1}{remedy}")
 
     def _tabulate(self, tokens: "_Tokens", delta_AY: Ints, ends_A: Ints) -> None:
-        """Fill the tables: all tokens from the root, then each state's exceptions to that."""
+        """Fill the tables: all tokens from the root, then the entries of each state that differ from the root's."""
         all_V = np.arange(self.vocab_size)
         root_next_V, root_tag_V, root_end_V = tokens.run(np.full(self.vocab_size, ROOT), all_V, delta_AY, ends_A)
         states_Z, tokens_Z = tokens.unlike_root(delta_AY)
@@ -134,7 +135,7 @@ class TagMatcher:
         self._column_V = np.zeros(self.vocab_size, _narrow(len(chosen_C)))
         self._column_V[chosen_C] = np.arange(1, len(chosen_C) + 1)
 
-        # A code stands for (tag, end within the token); the list of those that occur is short.
+        # A code stands for (tag, end within the token); few such pairs occur.
         stride = int(max(root_end_V.max(initial=0), end_Z.max(initial=0))) + 1
         keys_V = np.where(root_tag_V >= 0, root_tag_V * stride + root_end_V, -1)
         keys_Z = np.where(tag_Z >= 0, tag_Z * stride + end_Z, -1)
@@ -152,7 +153,7 @@ class TagMatcher:
 
 
 class _Tokens:
-    """All tokens' bytes in one buffer, so that they can be run side by side, one byte of each at a time."""
+    """Bytes of all tokens in one buffer, so that many tokens can be run at once, byte by byte."""
 
     def __init__(self, texts: list[bytes]) -> None:
         self.bytes = np.frombuffer(b"".join(texts), np.uint8)
@@ -160,8 +161,8 @@ class _Tokens:
         self.begins_V = np.cumsum(self.lengths_V) - self.lengths_V
 
     def run(self, states_Z: Ints, tokens_Z: Ints, delta_AY: Ints, ends_A: Ints) -> tuple[Ints, Ints, Ints]:
-        """Read each token from the state beside it: (state after it, first tag or -1, that tag's end)."""
-        # Longest first, so that the tokens which still have a byte number j are always a prefix.
+        """Run each token from its state; return the state after it, the first tag or -1, and that tag's end."""
+        # Longest first, so that the tokens with a byte number j are always a prefix.
         order_Z = np.argsort(-self.lengths_V[tokens_Z], kind="stable")
         lengths_Z = self.lengths_V[tokens_Z][order_Z]
         begins_Z = self.begins_V[tokens_Z][order_Z]
@@ -177,8 +178,8 @@ class _Tokens:
         return now_Z[back_Z], tag_Z[back_Z], end_Z[back_Z]
 
     def unlike_root(self, delta_AY: Ints) -> tuple[Ints, Ints]:
-        """Return all (state, token) where the token's first byte leads elsewhere than from the root. Only there can
-        results differ. An empty token stays in its state, which differs in every state."""
+        """Return all (state, token) where the token's first byte leads to another state than from the root. Results can
+        differ only there. An empty token does not change the state, so it differs from the root in every state."""
         filled = np.flatnonzero(self.lengths_V)
         first = self.bytes[self.begins_V[filled]]
         by_byte = [filled[first == byte] for byte in range(256)]
@@ -207,7 +208,7 @@ def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
             node = children[node][byte]
         ends[node] = number
     delta_AY = np.zeros((len(children), 256), np.int32)
-    # Breadth first: the suffix that a state falls back on is shallower, so its row is complete.
+    # Breadth first: the suffix that a state falls back to is shallower, so its row is already complete.
     queue = deque([(ROOT, ROOT)])
     while queue:
         node, suffix = queue.popleft()

@@ -1,4 +1,4 @@
-"""From a policy and questions to trajectories and a table of measures, and two such tables compared.
+"""Evaluation: trajectories of a policy for given questions, tables of measures, and comparisons of two such tables.
 
-A metric that every system shares, or another way to read two runs; a paper's own reward stays in rewards/papers.
+Metrics that all systems share belong here, and comparisons of runs; the reward of a paper belongs in rewards/papers.
 """

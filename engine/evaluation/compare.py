@@ -1,9 +1,9 @@
-"""`thresher compare`: two evaluations of the same questions, measure by measure, as paired differences.
+"""`thresher compare`: paired differences between two evaluations of the same questions, for each measure.
 
     folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
-    folders A0, A1, .. and B0, B1, ..  ->  a pair a seed, of each its means  ->  the same over seeds
+    folders A0, A1, .. and B0, B1, ..  ->  one pair per seed, the means of each  ->  the same over seeds
 
-Beside it the study of evidence with and without reasoning: of the questions whose passages hold a gold string in both
+It also compares evidence with and without reasoning: among the questions whose passages contain a gold string in both
 runs, the share whose gold is recalled by the text of only one run. p-values are not corrected.
 """
 
@@ -21,13 +21,13 @@ from thresher.rewards.statistics import compare_paired, compare_seeds, least_p, 
 
 Measures = Mapping[str, float | None]
 
-LARGEST = 1e100  # of a measure: their squares are summed
+LARGEST = 1e100  # limit of a measure, because squares are summed
 ACROSS = frozenset({"recall_evidence", "recall_rationale"})
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A folder of `thresher eval`: its metrics.json, and each question's text and measures by id."""
+    """A folder of `thresher eval`: its metrics.json, and the text and measures of each question by id."""
 
     path: Path
     figures: dict[str, Any]
@@ -40,13 +40,13 @@ class Evaluation:
 
     @property
     def rewarded_by(self) -> str | None:
-        """Return the reward function and its switches; the system's name in a folder that does not say."""
+        """Return the reward function and its switches; the system's name if the folder does not record them."""
         return self.figures.get("rewarded_by") or self.figures.get("system")
 
 
 def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
     """Read a finished evaluation. UserError for any other folder, for a question without measures and, unless
-    `unverified`, for files that are not as they were written."""
+    `unverified`, for files that were changed after they were written."""
     path = Path(path)
     if not (path / "metrics.json").is_file():
         state = "an unfinished evaluation" if (path / "settings.json").is_file() else "no evaluation"
@@ -71,7 +71,7 @@ def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
-    """Return all that compare.json holds. UserError where no question is in both, or one id means two questions."""
+    """Return the content of compare.json. UserError if the two share no question, or one id has two questions."""
     ids = [id_ for id_ in first.measures if id_ in second.measures]
     if not ids:
         raise UserError(f"{first.path} and {second.path}: no question is in both; compare runs on the same questions")
@@ -100,11 +100,11 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
 
 
 def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return what `compare` returns, of one pair of evaluations a seed: differences are over the pairs, shares of
-    recalled golds are means, "pairs" has the comparison of each pair, and "seeds" their number.
+    """Compare pairs of evaluations, one pair per seed. The result is as in `compare`: differences are over the pairs,
+    shares of recalled golds are means, "pairs" has the comparison of each pair, and "seeds" their number.
 
-    firsts, seconds: in the same order, two or more of one side; a single evaluation of a side, of what no seed changes,
-    is paired with each of the other. UserError for other numbers, a folder that is named twice, and as in `compare`."""
+    firsts, seconds: in the same order; at least one side has two or more. A single evaluation of a side that no seed
+    changes is paired with each of the other. UserError for other numbers, a folder named twice, and as in `compare`."""
     count = max(len(firsts), len(seconds))
     if not {len(firsts), len(seconds)} <= {1, count}:
         raise UserError(
@@ -140,7 +140,7 @@ def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluatio
 
 
 def _mean_shares(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the means of the overlaps that all pairs have, of each with its questions in all of them."""
+    """Return the means of the overlaps that all pairs have; counts of questions are summed over the pairs."""
     found = []
     for row in pairs[0]:
         same = [one for rows in pairs for one in rows if (one["first"], one["second"]) == (row["first"], row["second"])]
@@ -186,8 +186,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _recalled(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the overlap of what two texts recall, for every pair of texts that says something."""
-    # Evidence cannot hold what the passages do not. A question whose passages are unknown counts.
+    """Return the overlap of the gold answers that two texts recall, for every meaningful pair of texts."""
+    # Evidence cannot contain a gold that the passages lack. Questions with unknown passages are kept.
     known = [id_ for id_ in ids if all(run.measures[id_].get("recall_passages") != 0 for run in (first, second))]
     found = []
     for a, b in product(RECALLS, RECALLS):
@@ -205,7 +205,7 @@ JUDGED = {"entailment": ("entailment_judge", "Entailment"), "verdict": ("verdict
 
 
 def _incomparable(first: Evaluation, second: Evaluation) -> dict[str, str]:
-    """Return the measures that mean something else in the two runs, and why."""
+    """Return the measures that differ in meaning between the two runs, each with the reason."""
     found = {}
     if first.rewarded_by != second.rewarded_by:
         found["reward"] = "The two are rewarded differently: their rewards do not compare, and are left out."
@@ -234,7 +234,7 @@ def _described(run: Evaluation) -> dict[str, Any]:
 
 
 def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return (key, first, second, difference, interval, p, questions, test) as words; shares differ in points."""
+    """Return (key, first, second, difference, interval, p, questions, test) as text; shares differ in points."""
     rows: list[tuple[str, ...]] = []
     for key, found in result["differences"].items():
         scale, digits = (100, 1) if NAMES[key][1] == "share" else (1, 2)

@@ -10,7 +10,7 @@ from thresher.engine.rollout.rollout import EpisodeRunner, Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, score
 from thresher.retrieval.questions import Question
 
-BATCH = 2  # times max_num_seqs: as much as a kill may lose. In smaller batches more slots stay empty.
+BATCH = 2  # x max_num_seqs: at most this much is lost by a kill. Smaller batches leave more slots empty.
 
 
 def evaluate(
@@ -29,10 +29,10 @@ def evaluate(
 
 
 def jobs_of(questions: Sequence[Question], temperature: float = 0.0, seed: int = 0, first: int = 0) -> list[Job]:
-    """Return a job for each question, of which questions[0] is number `first` of an evaluation.
+    """Return a job for each question; questions[0] is number `first` of the evaluation.
 
-    A sample's noise is a function of (seed, question id, sample), whichever batch the question is in. Greedy decoding
-    has no noise: its seed, which orders shuffled passages, is the question's number.
+    The noise of a sample is a function of (seed, question id, sample), independent of the batch. Greedy decoding has no
+    noise; its seed, which orders shuffled passages, is the number of the question.
     """
     return [
         Job(question, number, 0, seed_of("eval", seed, question.id, 0) if temperature else number)
@@ -48,7 +48,7 @@ def generate_in_batches(
     label: str,
     keep: Callable[[Sequence[Job], list[Trajectory]], None],
 ) -> None:
-    """Generate `jobs` without the first `done`; hand each batch to `keep` and show the progress."""
+    """Generate `jobs` except the first `done`; pass each batch to `keep` and show the progress."""
     size = BATCH * rollout.limits.max_num_seqs
     with console.progress_line(label, len(jobs)) as line, console.polling(rollout.stage):
         ended = done

@@ -1,13 +1,12 @@
-"""Metrics that every trajectory has, whatever its system rewards, and the table of one evaluation.
+"""Metrics of every trajectory, independent of its system's reward, and the table of one evaluation.
 
-A measure without a value for a question is None and left out of means. A system's tags decide which measures it has. A
-question without gold answers has no measure against them, and a reward only where the system needs none.
-Parts of the system's own reward are beside these, under their own names. f1_plain is F1 without the rule for yes and
-no (MuSiQue's); recall_X: a gold string is in such a span; the retrieval measures take passages with a gold string as
-positive. recall_X_docs: of the documents that a question's metadata names, the share that was found by its searches or
-shown in its prompt, whole or as a chunk. Lengths of a trajectory that folds are of all its contexts together:
-response_tokens are what it sampled, each token once; tokens, the prompts of all contexts included. branch_tokens are of
-all branches, trained or not.
+A measure without a value for a question is None and left out of means. The tags of a system determine which measures it
+has. A question without gold answers has no measure that compares with them, and a reward only if the system needs none.
+The parts of the system's own reward are listed too, under their own names. f1_plain is F1 without the rule for yes and
+no (MuSiQue's). recall_X: such a span contains a gold string. The retrieval measures count passages with a gold string
+as positive. recall_X_docs: the share of the documents named in a question's metadata that its searches found or its
+prompt showed, whole or as a chunk. Lengths of a trajectory that folds sum over all its contexts: response_tokens counts
+each sampled token once, tokens includes the prompts of all contexts. branch_tokens counts all branches, trained or not.
 """
 
 from collections import Counter
@@ -38,7 +37,7 @@ from thresher.rewards.text import contains_answer, exact_match, f1_score
 Values = dict[str, float | None]
 
 CUTOFF = 5  # ranks of NDCG and Recall
-NAMES = {  # in the order of tables; the second word is how a value is shown
+NAMES = {  # in the order of tables; the second word is the format of a value
     "reward": ("Reward", "number"),
     "em": ("Exact match", "share"),
     "f1": ("F1", "share"),
@@ -79,15 +78,15 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "tokens": ("Tokens of the whole sequence", "number"),
 }
 LENGTHS = ("compression", "evidence_tokens", "rationale_tokens", "response_tokens", "branch_tokens", "tokens")
-COUNTS = ("evaluations", "refinements", "named")  # measures that only the reward of a system with such tags can give
-# Parts of rewards that are measures above: evaluate_contains is recall_evaluation.
+COUNTS = ("evaluations", "refinements", "named")  # measures that only the rewards of systems with such tags compute
+# Parts of rewards that are already measures above: evaluate_contains is recall_evaluation.
 NOT_PARTS = frozenset(
     {"em", "f1", "answered", "searches", "evaluate_contains", "refine_contains", "entailment", *COUNTS}
 )
 
 
 def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
-    """Return the measures of one trajectory, reward first. tags: its system's."""
+    """Return the measures of one trajectory, reward first. tags: the tags of its system."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
@@ -104,7 +103,7 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         }
     if "answered" in parts:
         values["answered"] = _value(parts["answered"])
-    # A tool of this name answers the searches of ZeroSearch.
+    # In ZeroSearch a tool of this name answers searches.
     searches = len(trajectory.searches) + sum(call["name"] == "search" for call in trajectory.tools)
     values |= {
         "actions": float(segments[Source.POLICY]),
@@ -138,13 +137,13 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
 
 
 def parts_of(entry: Scored) -> Values:
-    """Return the parts of the system's own reward; None for one that nobody measured."""
+    """Return the parts of the system's own reward; None for a part that was not measured."""
     parts = entry.result.parts if entry.rated else {}
     return {name: _value(part) for name, part in parts.items() if name not in NOT_PARTS}
 
 
 def document_recalls(entry: Scored) -> Values:
-    """Return the shares of the documents named in the question's metadata that its passages are of; none without."""
+    """Return, for each list of documents in the question's metadata, the share that its passages come from."""
     ids = [id_ for search in entry.trajectory.searches for id_ in search.get("passages", ())]
     ids += [passage.id for passage in entry.question.passages]
     found = {*ids, *map(document_of, ids)}
@@ -157,7 +156,7 @@ def document_recalls(entry: Scored) -> Values:
 
 
 def ranking_measures(relevant: Sequence[bool]) -> Values:
-    """Return the measures of the passages that were shown, in their order; none where none were."""
+    """Return the ranking measures of the shown passages, in their order; an empty dict if there are none."""
     if not relevant:
         return {}
     return {
@@ -168,7 +167,7 @@ def ranking_measures(relevant: Sequence[bool]) -> Values:
 
 
 def means(rows: Sequence[Mapping[str, float | None]]) -> Values:
-    """Return name -> mean over the rows with a value; None without any. Names in the order of NAMES, then others."""
+    """Return name -> mean over the rows with a value, or None. Names are in the order of NAMES, then others."""
     names = sorted({name: None for row in rows for name in row}, key=lambda name: _PLACES.get(name, len(_PLACES)))
     return {name: mean([row.get(name) for row in rows]) for name in names}
 
@@ -179,7 +178,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def shown(name: str, value: float | None) -> str:
-    """Return a mean of this measure for a person to read: a share as a percentage."""
+    """Format a mean of this measure for display; a share as a percentage."""
     if value is None:
         return "-"
     return f"{value:.1%}" if NAMES.get(name, ("", "number"))[1] == "share" else f"{value:,.2f}"
@@ -190,12 +189,12 @@ def _value(part: float | None) -> float | None:
 
 
 def _all_spans(tag: str) -> Callable[[RewardInput], list[str]]:
-    """Return every such span that the policy closed up to its answer, each as a text of its own."""
+    """Return a function that lists the texts of all closed `tag` spans up to the answer."""
     return lambda attempt: [span.text for span in blocks(up_to_answer(attempt.pieces), tag)]
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
-# Tag -> the measure, and the texts that it looks in. EviOmni's reward reads the first of its spans.
+# Tag -> (measure, texts in which golds are searched). For EviOmni, as in its reward, only the first span counts.
 RECALL_OF_TAG: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
     "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
     "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
@@ -210,7 +209,7 @@ RECALLS = tuple(dict.fromkeys(name for name, _ in RECALL_OF_TAG.values()))
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One trajectory's measures, of which means are made, and its place among the others."""
+    """Measures of one trajectory, and its position among the others."""
 
     place: tuple[int, int]  # group, sample
     measures: Values
@@ -219,7 +218,7 @@ class Measured:
 
 
 def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measured]:
-    """Return each trajectory's measures. tags: the system's."""
+    """Return the measures of each trajectory. tags: the tags of the system."""
     return [
         Measured(
             (entry.trajectory.group, entry.trajectory.sample),
@@ -241,9 +240,9 @@ def summary_of(rows: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-# --- The table of one evaluation, as JSON and Markdown: means with 95% intervals, and under what they were measured
+# --- The table of one evaluation, as JSON and Markdown: means with 95% intervals, and the settings of the measurement
 
-FACTS = {  # what an evaluation says of itself, and how the table calls it
+FACTS = {  # key in metrics.json -> name in the table
     "system": "System",
     "baseline": "Baseline",
     "switches": "Options",
@@ -271,8 +270,8 @@ FACTS = {  # what an evaluation says of itself, and how the table calls it
 def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str, Any]:
     """Return means, intervals and counts of the questions' measures and parts.
 
-    Keys: each measure's mean, "parts", "intervals" ([low, high]; of a part as "parts.NAME"), "counted" (questions with
-    a value, where some have none), and "deviations" (standard deviations of lengths).
+    Keys: each measure's mean, "parts", "intervals" ([low, high]; parts are named "parts.NAME"), "counted" (number of
+    questions with a value, if some have none), and "deviations" (standard deviations of lengths).
     """
     averages, part_averages = means(measures), means(parts)
     columns = {name: [row.get(name) for row in measures] for name in averages}
@@ -298,7 +297,7 @@ def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str,
 
 
 def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
-    """Return (key, mean, interval, questions) of all that `figures_of` found, as words."""
+    """Return (key, mean, interval, questions) for each measure and part in `figures`, formatted as text."""
     values = {name: figures[name] for name in figures if name in NAMES}
     values |= {f"parts.{name}": value for name, value in figures["parts"].items()}
     rows = []
@@ -310,7 +309,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
 
 
 def markdown(title: str, figures: Mapping[str, Any]) -> str:
-    """Return the table with a line on each of FACTS that is known."""
+    """Return the table as Markdown, after a line for each known fact of FACTS."""
     lines = [f"# {title}", ""]
     lines += [f"- {name}: {_cell(figures[key])}" for key, name in FACTS.items() if figures.get(key) is not None]
     lines += ["", "| Measure | | Mean | 95% interval | Questions |", "|---|---|--:|:-:|--:|"]
@@ -328,6 +327,6 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Return a value that can break out of neither its table cell nor its line."""
+    """Return a value as text that cannot leave its table cell or its line."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("|", "\\|").split())

@@ -1,10 +1,10 @@
-"""`thresher eval`, from questions to table: trajectories are generated and stored in batches, then scored.
+"""`thresher eval`: generate and store trajectories in batches, then score them and write the table.
 
-    questions -> passages, noise, cut to what fits -> batches of 2 x max_num_seqs: rollout, append to the folder
+    questions -> passages, noise, cut to fit -> batches of 2 x max_num_seqs: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
 
-Trajectories are on disk before a judge is asked. The same command resumes an unfinished evaluation; it generates an
-unfinished batch again, with the same noise. A failure never becomes a score.
+Trajectories are on disk before a judge is called. The same command resumes an unfinished evaluation and generates an
+unfinished batch again, with the same noise. A failure is never counted as a score.
 """
 
 import json
@@ -76,10 +76,10 @@ from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.reward import Source
 from thresher.rewards.text import contains_answer
 
-NOTES = ("summary", "evidence", "extract", "evaluate", "refine", "analysis")  # tags of texts that may entail an answer
+NOTES = ("summary", "evidence", "extract", "evaluate", "refine", "analysis")  # tags of spans that may entail an answer
 ANSWERS = "answers.jsonl"
 REMEDY = "delete this line and those behind it, and they are generated again"
-# Keys of the recipe that no trajectory depends on, or that the evaluation sets itself.
+# Recipe keys that do not affect trajectories, or that the evaluation sets itself.
 _FREE = {*COMPUTING_KEYS, "retrieval.timeout", "retrieval.patience"} | {
     f"rollout.{key}" for key in ("group_size", "trees", "tree_nodes", "questions_per_step", "temperature")
 }
@@ -88,10 +88,10 @@ Answerer = RunContext | ApiRunContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """Settings of an evaluation besides its recipe.
+    """Settings of an evaluation in addition to its recipe.
 
-    baseline: answers in place of the system. answered_by: the model that answers in place of the recipe's policy.
-    allow_keys: as in `load_endpoint`.
+    baseline: replaces the system. answered_by: the model that replaces the recipe's policy. allow_keys: as in
+    `load_endpoint`.
     """
 
     questions: str | None = None
@@ -105,7 +105,7 @@ class EvalOptions:
 
 
 def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, Any]:
-    """Evaluate into the folder `out`, show the table, and return the content of metrics.json."""
+    """Run the evaluation, write it to the folder `out`, show the table, and return the content of metrics.json."""
     path = asked.questions or recipe.need(DataSection).dev
     if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
@@ -149,9 +149,9 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
 def check_prompts(
     shown: PromptBatch, rollout: EpisodeRunner, context: Answerer, label: str, chat: str
 ) -> list[list[int]]:
-    """Return the prompts' ids. Print what was cut, and that a chat template is unused; `chat` is the flag that uses it.
+    """Return the ids of the prompts. Print what was cut, and a hint if the model's chat template is unused.
 
-    UserError for a prompt that does not fit into the context.
+    chat: the flag that uses the template. UserError for a prompt that does not fit into the context.
     """
     if warning := shown.warning():
         console.console.print(f"{label}: {warning}", soft_wrap=True)
@@ -169,8 +169,8 @@ def check_prompts(
 
 
 def recipe_settings(recipe: Recipe, weights: bool = True) -> dict[str, Any]:
-    """Return what of a recipe determines the trajectories of a question, by dotted keys, with digests of the files that
-    it names. weights: whether the recipe's model writes them."""
+    """Return the settings of a recipe that determine trajectories, by dotted key, and digests of the files it names.
+    weights: whether the recipe's model generates the trajectories."""
     tables, retrieval = recipe.to_dict(), recipe.retrieval
     settings = {
         f"{section}.{key}": value
@@ -188,7 +188,7 @@ def recipe_settings(recipe: Recipe, weights: bool = True) -> dict[str, Any]:
 
 
 def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """Return all settings that determine the trajectories. Only equal ones resume an evaluation."""
+    """Return all settings that determine the trajectories. An evaluation is resumed only with equal settings."""
     settings = recipe_settings(recipe, weights=asked.answered_by is None)
     settings |= asked.answered_by.settings() if asked.answered_by else {}
     content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
@@ -207,11 +207,11 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
 def prepare(
     questions: Sequence[Question], context: PromptContext, retriever: Retriever | None, noise: int
 ) -> PromptBatch:
-    """Return the questions with the passages of their prompts: retrieved where a question has none, and noise, cut to
-    what fits.
+    """Return the questions with the passages of their prompts, cut to fit.
 
-    Noise is drawn from a local corpus, else from the passages of the other questions. UserError where there are no
-    passages, and for noise where the prompt shows none.
+    These are a question's own passages, or retrieved ones, and `noise` irrelevant ones. Noise is drawn from a local
+    corpus, else from the passages of the other questions. UserError if there are no passages, and for noise if the
+    prompt shows no passages.
     """
     if not context.system.given_passages:
         if noise:
@@ -238,22 +238,22 @@ def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
 
 
 def _with_claims(system: System, classifier: str | None) -> System:
-    """Return the system with an entailment claim about its last note, if a classifier is named and no reward asks for
-    one."""
+    """Return the system with an entailment claim about its last note. It is unchanged if no classifier is named, it
+    has no notes, or it makes claims itself."""
     tag = next((tag for tag in NOTES if f"<{tag}>" in system.tags), None)
     if classifier is None or system.claims is not None or tag is None:
         return system
     return replace(system, claims=partial(evinote_claims, tag=tag))
 
 
-# --- Trajectories, and the folder that keeps them
+# --- Trajectories, and the folder that stores them
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A trajectory, with its shares of its batch's seconds and of the batch's branches without room in the context.
+    """A trajectory with its share of the batch's seconds and of the batch's branches without room in the context.
 
-    relevant: for each passage found or given, True if it contains a gold string; empty where the question has none.
+    relevant: for each passage found or given, True if it contains a gold string; empty if the question has no golds.
     """
 
     trajectory: Trajectory
@@ -263,15 +263,15 @@ class Generated:
 
 
 class EvalFolder:
-    """The folder of `thresher eval`, locked; use it in a `with`. If it holds nothing when an error ends it, it is
-    removed.
+    """The folder of `thresher eval`, locked; use it in a `with` statement. If an error ends the block and the folder
+    holds no results, it is removed.
 
-        settings.json        settings that determine the trajectories; a command with others is refused
-        generated.jsonl      the trajectories so far, appended batch by batch; deleted once the evaluation is complete
-        answers.jsonl        replies of the endpoint that answers, if any
+        settings.json        settings that determine the trajectories; a command with other settings is refused
+        generated.jsonl      the trajectories so far, appended in batches; deleted once the evaluation is complete
+        answers.jsonl        replies of the endpoint that generates the turns, if any
         replies.jsonl        replies of an LLM judge, if any
-        trajectories.jsonl   every question: its trajectory, reward, parts and measures
-        table.md             the table, for people
+        trajectories.jsonl   for every question its trajectory, reward, parts and measures
+        table.md             the table, for reading
         metrics.json         the same, and the settings of the measurement; written last
     """
 
@@ -302,15 +302,15 @@ class EvalFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any]) -> "EvalFolder":
-        """Open a new folder, or one that was left unfinished. UserError as `check`, and while another process writes to
-        it."""
+        """Open a new folder or an unfinished one. UserError as `check`, and while another process writes to the
+        folder."""
         path = Path(path)
         cls.check(path, settings)
         if path.exists():
             return cls(path, lock_folder(path))
         with staged_folder(path) as staged:
             atomic_write_text(staged / "settings.json", json.dumps(settings, indent=1) + "\n")
-            lock = lock_folder(staged)  # held through the rename
+            lock = lock_folder(staged)  # is held across the rename
         return cls(path, lock)
 
     def __enter__(self) -> "EvalFolder":
@@ -324,7 +324,7 @@ class EvalFolder:
         os.close(self._lock)
 
     def generated(self) -> list[Generated]:
-        """Return the entries so far, without an incomplete last line that a kill left."""
+        """Return the entries so far, without an incomplete last line left by a kill."""
         return [read_generated(record, f"{self._log.path}:{number}") for number, record in self._log.recover()]
 
     def append(self, entries: Iterable[Generated]) -> None:
@@ -342,7 +342,7 @@ class EvalFolder:
 def _generate(
     rollout: EpisodeRunner, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder
 ) -> list[Generated]:
-    """Return all trajectories, those that the folder holds already among them."""
+    """Generate the missing trajectories; return all, including those that the folder already holds."""
     done = folder.generated()
     ids = [question.id for question in questions[: len(done)]]
     if [entry.trajectory.question_id for entry in done] != ids:
@@ -366,20 +366,20 @@ def _generate(
 
 
 def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner) -> list[bool]:
-    """Return for each passage True if it holds a gold string: of those that the prompt shows, or of those found, best
-    first, search after search."""
+    """Return for each passage whether it contains a gold string. Passages are those of the prompt, or those found, in
+    the order of searches and ranks."""
     passages: Sequence[Passage] = ()
     queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
         passages = first_prompt(rollout.system, question, rollout.episode_config).passages
-    elif queries and rollout.retriever is not None:  # its cache has these queries
+    elif queries and rollout.retriever is not None:  # its cache holds these queries
         hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
     return [contains_answer(passage.text, question.golds) for passage in passages] if question.golds else []
 
 
 def check_generated(entries: Sequence[Generated], rollout: EpisodeRunner, path: Path) -> None:
-    """Raise UserError, naming the line, where a trajectory of the rollout, or a branch of it, breaks an invariant."""
+    """Raise UserError, naming the line, if a trajectory or one of its branches violates an invariant."""
     for number, entry in enumerate(entries, 1):
         for one in (entry.trajectory, *entry.trajectory.branches.values()):
             if wrong := check_trajectory(one, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context):
@@ -387,7 +387,7 @@ def check_generated(entries: Sequence[Generated], rollout: EpisodeRunner, path: 
 
 
 def write_generated(entry: Generated) -> dict[str, Any]:
-    """Return the record of an entry. `from_api` is stored under its first name, "elsewhere"."""
+    """Return the record of an entry. `from_api` is stored under its original name, "elsewhere"."""
 
     def stored(trajectory: Trajectory) -> dict[str, Any]:
         record = asdict(trajectory)
@@ -399,9 +399,9 @@ def write_generated(entry: Generated) -> dict[str, Any]:
 
 
 def read_generated(record: Mapping[str, Any], where: str) -> Generated:
-    """Return the entry of a record. UserError, starting with `where`, for one that was not written so."""
+    """Return the entry of a record. UserError, starting with `where`, for a record in any other form."""
     try:
-        record = {key: value for key, value in record.items() if key != "check"}  # a digest of an earlier version
+        record = {key: value for key, value in record.items() if key != "check"}  # a digest that earlier versions wrote
         entry = Generated(**{**record, "trajectory": _trajectory(record["trajectory"])})
         _require(
             all(isinstance(x, int | float) and 0 <= x < math.inf for x in (entry.seconds, entry.branches_without_room))
@@ -415,12 +415,12 @@ def read_generated(record: Mapping[str, Any], where: str) -> Generated:
 
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Read a trajectory. ValueError, TypeError or KeyError where a field has another type than `asdict` gives it;
-    `check_generated` does the rest."""
+    """Read a trajectory. ValueError, TypeError or KeyError if a field has another type than in `asdict`;
+    `check_generated` checks the rest."""
     fields = {"from_api" if key == "elsewhere" else key: value for key, value in record.items()}
     segments = [_segment(segment) for segment in fields.pop("segments")]
     branches = {name: _trajectory(branch) for name, branch in fields.pop("branches").items()}
-    forked = fields.pop("forked", None)  # absent in what an earlier version wrote
+    forked = fields.pop("forked", None)  # absent in files of earlier versions
     found = Trajectory(**fields, segments=segments, branches=branches, forked=tuple(forked) if forked else None)
     _require(isinstance(found.trained, bool) and (found.forked is None or len(found.forked) == 2))
     _require(all(map(_whole, found.forked or ())))
@@ -437,7 +437,7 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 
 def _segment(record: Mapping[str, Any]) -> Segment:
-    before, after = record.get("edges", (0, 0))  # absent in what an earlier version wrote
+    before, after = record.get("edges", (0, 0))  # absent in files of earlier versions
     found = Segment(**{**record, "source": Source(record["source"]), "edges": (before, after)})
     _require(_whole(before) and _whole(after))
     _require(isinstance(found.ids, list) and all(map(_whole, found.ids)) and _whole(found.trailing))
@@ -459,7 +459,7 @@ def _whole(value: object) -> bool:
 
 
 def _score(questions: Sequence[Question], done: Sequence[Generated], context: Answerer, judges: Judges) -> list[Scored]:
-    # A verdict judge, if any, rates the answers of every system, also of one whose reward does not use it.
+    # A verdict judge rates the answers of every system, even if the reward does not use the verdict.
     system = replace(context.system, wants_verdict=judges.verdict is not None)
     scored = score(questions, [one.trajectory for one in done], system, context.tokenizer, judges)
     check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)
@@ -467,7 +467,7 @@ def _score(questions: Sequence[Question], done: Sequence[Generated], context: An
 
 
 def _measures(scored: Sequence[Scored], done: Sequence[Generated], context: Answerer) -> list[Values]:
-    """Return each question's measures, without those in tokens where an endpoint's tokens are unknown."""
+    """Return the measures of each question, without lengths in tokens if the tokens of an endpoint are unknown."""
     left_out = context.unmeasured if isinstance(context, ApiRunContext) else ()
     found = [
         measures_of(entry, context.system.tags) | ranking_measures(one.relevant)
@@ -512,7 +512,7 @@ def _facts(
         "seed": recipe.run.seed,
         "entailment_judge": judges.entailment and judges.entailment.name,
         "verdict_judge": judges.verdict and judges.verdict.name,
-        "seconds": seconds,  # of rollouts, by question: without loading, judges and the passages of prompts
+        "seconds": seconds,  # of rollouts, summed over questions, without loading, judges and retrieval for prompts
         "seconds_per_question": each,
         "batch": batch,
         "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
@@ -526,30 +526,30 @@ def _facts(
 
 
 def _tools(calls: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return how often each tool was called, in words; None if none was."""
+    """Describe how often each tool was called; None if there were no calls."""
     counts, errors = Counter(call["name"] for call in calls), sum(call["error"] for call in calls)
     named = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
     return f"{named}; {errors:,} errors" if calls else None
 
 
 def rewarded_by(context: PromptContext) -> str:
-    """Return the reward in words. Rewards of two evaluations compare where it is the same."""
+    """Describe the reward. The rewards of two evaluations are comparable if their descriptions are equal."""
     if context.system_digest is not None:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
-    if context.system.name == PLAIN:  # functions of a user's, by name, and by the content of their files
+    if context.system.name == PLAIN:  # the user's functions, identified by name and by the content of their files
         section = context.recipe.need(SystemSection)
         digests = [str(own_digest(file))[:16] for file in own_files(section)]
         return f"{PLAIN}, {digests}, {dict(sorted(section.options.items()))}"
     given = context.system.reward_group or context.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
-    # As stored by evaluations that are older than the folder of the papers' rewards.
+    # The module name that evaluations stored before the folder rewards/papers existed.
     module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
 def _retrieval(context: PromptContext) -> str | None:
-    """Return the source of the passages, in words; None for a system that reads none."""
+    """Describe the source of the passages; None for a system that reads no passages."""
     section = context.recipe.retrieval
     place = section and (section.index or section.url)
     if context.system.needs_index:

@@ -1,10 +1,10 @@
-"""`thresher rollout`: questions in, trajectories out. Nothing is judged, rewarded or measured.
+"""`thresher rollout`: generate trajectories for questions, without judges, rewards or measures.
 
     {"id", "group", "sample", "reason", "searches", "segments": [{"source", "text", "ids", "logprobs"}, ..],
      "question", "golden_answers", .., "seed", "temperature", "settings"}                        a line of the file
 
-A sample's seed is a function of (seed, question number, sample). A file that a kill left is resumed; on a CPU in
-float32 it is then, byte for byte, that of a command that nothing interrupted.
+The seed of a sample is a function of (seed, question number, sample). An interrupted file can be resumed; on a CPU in
+float32 it is then byte for byte equal to the file of an uninterrupted command.
 """
 
 import json
@@ -33,7 +33,7 @@ from thresher.rewards.reward import Source
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Settings besides the recipe. samples: of each question. resume: `out` may exist."""
+    """Settings in addition to the recipe. samples: number per question. resume: `out` may exist."""
 
     questions: str
     out: Path
@@ -44,15 +44,15 @@ class RolloutPlan:
 
 
 def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
-    """Write the trajectories that `plan.out` lacks, and show figures of these. UserError while another process writes
-    to it."""
+    """Write the trajectories that `plan.out` lacks, and show their figures. UserError while another process writes to
+    `plan.out`."""
     check_out(plan.out, plan.resume)
     with locked_file(plan.out):
         _run_rollouts(recipe, plan)
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Raise UserError unless the file may be written, or resumed."""
+    """Raise UserError unless the file can be created or resumed."""
     if out.suffix != ".jsonl":
         raise UserError(f"{out}: expected a name that ends in .jsonl, since it grows line by line")
     if not out.parent.is_dir():
@@ -114,7 +114,7 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
 def _recover(
     log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float, settings: str
 ) -> int:
-    """Count the jobs that the file holds. UserError, naming the line, unless its records are the first of these
+    """Return the number of jobs in the file. UserError, naming the line, unless its records are the first of these
     jobs."""
     done = 0
     for number, record in log.recover():

@@ -1,1 +1,1 @@
-"""Extractors in use: evidence from passages, read by other models or inside an agent's searches."""
+"""Use of extractors: evidence from passages, for a model that answers or inside the searches of an agent."""

@@ -1,11 +1,11 @@
-"""Extractors: question and passages go in, rationale and evidence come out; alone, or inside an agent's search loop.
+"""Extractors: from question and passages to rationale and evidence; alone, or inside the search loop of an agent.
 
-    evidence     rationale    of
+    evidence     rationale    system or baseline
     <extract>    <reason>     eviomni, lear
     <extract>                 extract_only
-    <think>                   cot, with passages: what it thinks is what it found
+    <think>                   cot, with passages: its thoughts are the evidence
 
-In the loop an agent searches as Search-R1 does, and reads evidence in place of passages (`ReadingRetriever`).
+In the loop an agent searches as in Search-R1, and reads evidence in place of passages (`ReadingRetriever`).
 """
 
 import json
@@ -26,16 +26,16 @@ from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio
 from thresher.rewards.tags import blocks
 
-SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rationale; a system's are the first it has
+SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and rationale; the first pair that a system has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """The evidence taken from some passages. Texts are stripped, and empty where their span is missing or not closed.
+    """Evidence extracted from passages. Texts are stripped, and empty if their span is missing or not closed.
 
-    rationale: None where none is asked for. passages: as shown, `cut_passages` of them cut to fit. passage_tokens:
+    rationale: None if the system writes none. passages: as shown, `cut_passages` of them cut to fit. passage_tokens:
     length of the passages' texts in the extractor's tokens. reason: "extracted", the limit that ended it
-    ("turn_tokens", "context", ..), "ended", or "refined" where nothing was written.
+    ("turn_tokens", "context", ..), "ended", or "refined" if a compressor selected the text.
     """
 
     rationale: str | None = None
@@ -54,9 +54,9 @@ class Extraction:
 
 
 class Extractor:
-    """A policy as extractor, greedy. It plays the first turn of its system's episode, up to the end of the evidence.
+    """A policy as extractor, greedy. It generates the first turn of its system, up to the end of the evidence.
 
-    context: of a system of SPANS that is given passages, else UserError. evidence_tokens: longer evidence is cut.
+    context: UserError unless its system shows passages and has tags of SPANS. evidence_tokens: longer evidence is cut.
     """
 
     def __init__(self, context: RunContext, evidence_tokens: int | None = None) -> None:
@@ -66,11 +66,11 @@ class Extractor:
         self._rollout = replace(context, system=first_turn(context.system, self.evidence_tag)).rollout(None)
 
     def check(self, questions: Sequence[Question]) -> None:
-        """Raise UserError for the first whose passages and prompt do not fit into the context."""
+        """Raise UserError for the first question whose prompt with passages does not fit into the context."""
         self._rollout.check_prompts(questions)
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
-        """Extract from each question's own passages, cut to what fits. UserError where the prompt does not fit."""
+        """Extract from the passages of each question, cut to fit. UserError if the prompt itself does not fit."""
         run = self._rollout
         whole = [question.passages for question in questions]
         questions = truncate_passages(questions, run.system, run.episode_config, run.renderer).questions
@@ -107,13 +107,13 @@ class Extractor:
 
 
 class CompressorExtractor:
-    """A compressor as extractor: the part that it keeps of whole passages is the evidence."""
+    """A compressor as extractor: the evidence is the part of the passages that it keeps."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
 
     def check(self, questions: Sequence[Question]) -> None:
-        """Do nothing: there is no context to fit into."""
+        """Do nothing; a compressor has no limit on the context."""
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
         evidence = self._compressor.compress(questions)
@@ -131,7 +131,7 @@ class CompressorExtractor:
 
 
 def spans_of(system: System) -> tuple[str, str | None]:
-    """Return the tags of evidence and of rationale in a system's first turn."""
+    """Return the tags of evidence and of rationale in the first turn of a system."""
     found = next(((tag, before) for tag, before in SPANS if f"<{tag}>" in system.tags), None)
     if found is None or not system.given_passages:
         raise UserError(
@@ -157,19 +157,19 @@ def first_turn(system: System, tag: str) -> System:
     return replace(system, episode=episode)
 
 
-# --- Inside an agent's search loop
+# --- Inside the search loop of an agent
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSearch:
-    """A search with the question and the agent's thinking in that turn."""
+    """A search query with the question and the agent's thinking of that turn."""
 
     question: str
     thinking: str
     query: str
 
     def packed(self) -> str:
-        """Return one line that `unpack` reads, for retrievers whose queries are strings."""
+        """Return the search as one line that `unpack` reads, because the queries of a retriever are strings."""
         return json.dumps([self.question, self.thinking, self.query])
 
     @staticmethod
@@ -177,14 +177,14 @@ class AgentSearch:
         return AgentSearch(*json.loads(text))
 
     def wanted(self) -> str:
-        """Return the text in the place of the extractor's question."""
+        """Return the text that the extractor gets as its question."""
         thinking = f"\nThinking: {self.thinking}" if self.thinking else ""
         return f"{self.question}{thinking}\nSearch: {self.query}"
 
 
 class ReadingRetriever(Retriever):
-    """Finds passages for packed agent searches, and returns the evidence that the extractor takes from them as the one
-    hit; none where the evidence is empty. readings: what was extracted, by the packed search."""
+    """Retriever that returns evidence extracted from the passages of packed agent searches. The evidence is a single
+    hit; there is no hit if it is empty. readings: packed search -> its Extraction."""
 
     def __init__(self, retriever: Retriever, extractor: Extractor | CompressorExtractor) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class ReadingRetriever(Retriever):
 
 
 def with_packed_searches(system: System) -> System:
-    """Return the system with packed searches: each has the question and the thinking of its turn."""
+    """Return the system with packed searches, which contain the question and the thinking of their turn."""
 
     def episode(question: Question, config: EpisodeConfig) -> Episode:
         loop = system.episode(question, config)
@@ -232,7 +232,7 @@ def with_packed_searches(system: System) -> System:
 
 
 def thinking(turn: Turn) -> str:
-    """Return what a turn says before it searches: in <think> if the agent keeps to the tags, else everything."""
+    """Return the thinking of a turn: the text in <think>, or without that span the text before <search>."""
     return turn.inside("think") or turn.text.partition(b"<search>")[0].decode("utf-8", "replace").strip()
 
 
@@ -251,7 +251,7 @@ def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
 
 
 def reading_figures(readings: list[Extraction]) -> dict[str, Any]:
-    """Return the figures of one question. compression_ratio: of the passages behind its evidence; None without any."""
+    """Return the figures of one question. compression_ratio: over searches with evidence; None if there are none."""
     useful = [reading for reading in readings if reading.evidence]
     passages = sum(extraction.passage_tokens for extraction in useful)
     evidence = sum(extraction.evidence_tokens for extraction in useful)

@@ -1,7 +1,7 @@
-"""Records of `thresher extract`: how they are made, the file that they are appended to, and figures of them.
+"""Records of `thresher extract`, the file to which they are appended, and their figures.
 
 F.jsonl    one record per question, appended as soon as it is known, with checksums (common/records.py)
-F.json     {"settings": .., "figures": .., "records": ..}; figures, and the mark of F.jsonl, once all is done
+F.json     {"settings": .., "figures": .., "records": ..}; figures, and the mark of F.jsonl, once the run is complete
 """
 
 import json
@@ -25,11 +25,11 @@ STORED = ("em", "f1", "answered", "searches", *LENGTHS, "extract_seconds")
 
 
 class Journal:
-    """The files F.jsonl and F.json. Made again with the same settings, it resumes: half a line is cut off, and a record
-    that lacks one of `needed` is partial until a whole one supersedes it.
+    """The files F.jsonl and F.json. With equal settings existing files are resumed: an incomplete last line is cut off,
+    and a record that lacks one of `needed` is partial until a complete one supersedes it.
 
-    done: ids with a whole record. partial: records that lack a key, by id. The caller holds the lock (`locked_file`).
-    UserError where the file was made with other settings or by something else, and for a line that is no such record.
+    done: ids with a complete record. partial: records that lack a key, by id. The caller holds the lock
+    (`locked_file`). UserError for a file with other settings or of another program, and for a line in another form.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], needed: Iterable[str]) -> None:
@@ -49,7 +49,7 @@ class Journal:
     def add(self, record: Record) -> None:
         """Append a record; when this returns, it survives a kill of the process."""
         if not self.path.exists():
-            self._write_side({})  # first, for a file without it is not resumed
+            self._write_side({})  # first, because a file without it cannot be resumed
         self._log.append(record)
         self._note(record)
 
@@ -102,7 +102,7 @@ def question_head(question: Question) -> Record:
 
 
 def extraction_record(extraction: Extraction) -> Record:
-    """Return an extraction's record. Lengths are in the extractor's tokens; a system without a rationale has none."""
+    """Return the record of an extraction. Lengths are in tokens of the extractor."""
     reasoned = {"rationale": extraction.rationale, "rationale_tokens": extraction.rationale_tokens}
     return {
         "passages": [passage_record(passage) for passage in extraction.passages],
@@ -117,7 +117,7 @@ def extraction_record(extraction: Extraction) -> Record:
 
 
 def answer_record(response: Scored) -> Record:
-    """Return the record of an answer. em and f1 are in it only where the question has gold answers."""
+    """Return the record of an answer. It has em and f1 only if the question has gold answers."""
     measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
     return {
         "answer": response.result.answer,
@@ -127,7 +127,7 @@ def answer_record(response: Scored) -> Record:
 
 
 def fault_of(record: Record) -> str | None:
-    """Describe what of a stored record could not be measured; None where all could."""
+    """Describe the first fault of a stored record that prevents measuring it; None if there is none."""
     if not isinstance(record.get("id"), str):
         return 'has no "id"'
     if not isinstance(record.get("evidence"), str):
@@ -149,7 +149,7 @@ def fault_of(record: Record) -> str | None:
 
 
 def record_measures(record: Record) -> dict[str, float]:
-    """Return the measures of one question's record, without those that it has no value for."""
+    """Return the measures of one question's record, without those that have no value."""
     found = {name: record.get(name) for name in STORED}
     if golds := record.get("golden_answers", ()):
         for name in ("evidence", "rationale"):
@@ -164,10 +164,10 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
     """Return counts, the mean of every measure, and under "deviations" the standard deviations of lengths.
 
         answers     em, f1, answered, searches: of the generator's or the agent's answer
-        evidence    recall_evidence, recall_rationale, recall_passages: it holds a gold answer (1 or 0);
+        evidence    recall_evidence, recall_rationale, recall_passages: the text contains a gold answer (1 or 0);
                     compression_ratio; evidence_tokens, rationale_tokens, passage_tokens
-        work        extract_seconds: a batch's, shared among its questions
-        counts      without_evidence, without_golds; cut_questions: those with passages cut to what fits
+        work        extract_seconds: the time of a batch, divided among its questions
+        counts      without_evidence, without_golds; cut_questions: questions with passages cut to fit
 
     A mean is over the questions that have a value: compression_ratio over those with evidence, em, f1 and recall_* over
     those with gold answers.

@@ -1,11 +1,11 @@
-"""`thresher extract`: evidence before the answer, in a traditional and in an agentic loop.
+"""`thresher extract`: extract evidence before the answer, in a traditional or an agentic loop.
 
     traditional   passages P of q, given or retrieved, and noise  ->  extractor(q, P) = r, e
                   ->  a generator, if any: answer(q, e)
-    agentic       an agent searches, the extractor reads what is found, and only e comes back
+    agentic       an agent searches, the extractor reads the found passages, and the agent sees only e
 
-The extractor is a policy, or a compressor (engine/compressors/options.py). All decoding is greedy. Questions are taken
-in batches; a batch is on disk (records.py) before the next begins, and so are replies of a chat model.
+The extractor is a policy, or a compressor (engine/compressors/options.py). All decoding is greedy. Questions are
+processed in batches; a batch, and replies of a chat model, are on disk (records.py) before the next batch begins.
 """
 
 import time
@@ -58,12 +58,12 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 
-SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change
+SECTIONS = ("model", "rollout", "retrieval", "system")  # sections of a recipe that --set may change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The model that answers, or acts as agent: a model's folder, or the name of a chat model at a URL. template: a
+    """The model of the generator or the agent: the folder of a model, or the name of a chat model at a URL. template: a
     prompt file in place of the built-in one."""
 
     model: str | None = None
@@ -76,13 +76,13 @@ class Chosen:
 class ExtractionPlan:
     """One run of `thresher extract`.
 
-    model: the extractor's folder, of a policy or of an encoder. refining: the compressor in the extractor's place.
-    system, or baseline in its place: whose protocol the extractor follows. run: folder of the run that `model` is a
-    checkpoint of, whose prompt, passages and limits are taken. evidence_tokens: at most so many of evidence. noise:
-    irrelevant passages added to each question's, drawn by `seed`. prompt: "chat" puts the prompts of local models into
-    their chat templates. generator: of the traditional loop. agent: makes the loop an agentic one. actions: searches
-    that the agent may make. overrides: "section.key=value" of a recipe, for every local model. batch: questions of
-    one. key_env: environment variable with the endpoint's key. patience: seconds that any server may stay away.
+    model: folder of the extractor, a policy or an encoder. refining: the compressor used as extractor. system, or
+    baseline in its place: its protocol is the extractor's. run: folder of the run that wrote the checkpoint `model`;
+    its prompt, passages and limits are used. evidence_tokens: limit on the evidence. noise: number of irrelevant
+    passages added per question, drawn by `seed`. prompt: "chat" wraps the prompts of local models in their chat
+    templates. generator: answers in the traditional loop. agent: selects the agentic loop. actions: limit on the
+    searches of the agent. overrides: "section.key=value" of a recipe, for every local model. batch: questions per
+    batch. key_env: environment variable with the endpoint's key. patience: seconds to retry an unreachable server.
     """
 
     model: str
@@ -115,18 +115,18 @@ class ExtractionPlan:
 
     @property
     def of_baseline(self) -> str | None:
-        """Return the baseline whose protocol a policy follows, None for a system's. FilCo's filter writes evidence
-        alone."""
+        """Return the baseline whose protocol the policy follows; None if it follows a system. FilCo's filter uses
+        extract_only, because it writes only evidence."""
         return "extract_only" if self.refining is not None and self.refining.writes else self.baseline
 
     def settings(self, questions: Sequence[Question]) -> dict[str, Any]:
-        """Return what decides the records, without their number, and where they are made and servers are."""
+        """Return the settings that determine a record; number of records, place and addresses are not among them."""
         content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
             del kept[key]
         if self.refining is None:
-            del kept["refining"]  # as files that were begun without the choice
+            del kept["refining"]  # as in files begun before this option existed
         kept["overrides"] = [text for text in self.overrides if not text.startswith(COMPUTING_KEYS)]
         for chosen in (kept["generator"], kept["agent"]):
             if chosen is not None:
@@ -142,8 +142,8 @@ def extract(
     on_progress: Callable[[int, int], None] = lambda done, of: None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Do what of the plan is not done yet; return the figures over all of it, which F.json beside `plan.out` keeps.
-    UserError while another process writes to `plan.out`."""
+    """Extract for the questions that are not done yet; return the figures over all questions. The figures are also
+    stored in F.json next to `plan.out`. UserError while another process writes to `plan.out`."""
     if not Path(plan.out).parent.is_dir():
         raise UserError(f"{plan.out}: the folder {Path(plan.out).parent} does not exist; make it first")
     with locked_file(Path(plan.out)):
@@ -165,7 +165,7 @@ def _extract(
     total = len(todo) + len(journal.done)
     if todo:
         loop = Loop(plan, journal, say)
-        if plan.agent is None:  # refused before hours are spent on the others
+        if plan.agent is None:  # fail before hours are spent on the others
             loop.pool = noise_pool(everything, loop.retriever)
             loop.extractor.check(todo if loop.retriever is not None else loop.shown(todo))
         on_progress(len(journal.done), total)
@@ -185,7 +185,7 @@ def _extract(
 
 
 class Loop:
-    """The loaded models of a plan; `traditional` and `agentic` take one batch of questions through them."""
+    """The loaded models of a plan; `traditional` and `agentic` process one batch of questions."""
 
     def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
@@ -204,8 +204,8 @@ class Loop:
         else:
             compressor = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.context)
             self.extractor = CompressorExtractor(compressor)
-        self.pool: Sequence[Passage] = ()  # that noise is drawn from
-        self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
+        self.pool: Sequence[Passage] = ()  # passages from which noise is drawn
+        self.evidence: dict[str, str] = {}  # evidence of the current batch, for the generator
         self.agent: Rollout | ApiRollout | None = None
         self.generator: Rollout | ApiRollout | None = None
         if plan.agent is not None:
@@ -213,24 +213,24 @@ class Loop:
                 raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
             system = with_packed_searches(load_baseline("search_loop", {}))
-            # Evidence takes the place of passages, and is shown as it is.
+            # Evidence replaces the passages and is shown unformatted.
             self.agent = self._rollout(plan.agent, system, plan.actions + 1, self.reader, "{text}")
         elif plan.generator is not None:
-            # Evidence is shown as a passage, as in the data that a generator is tuned on.
+            # Evidence is shown as a passage, as in the training data of a generator.
             system, shown = answers_from(self.evidence, plan.out), retrieval.passage_format
             self.generator = self._rollout(plan.generator, system, 1, None, shown)
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
-        """Return the questions with the passages that the extractor is shown: given or found, and noise."""
+        """Return the questions with the passages for the extractor: given or retrieved, and noise."""
         found = with_passages(questions, self.retriever, self.k)
         return with_noise(found, self.pool, self.plan.noise, self.plan.seed)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Return the threads that suit a policy; an encoder computes with torch's own number."""
+        """Return a context that sets the number of threads for a policy; an encoder keeps torch's default."""
         return nullcontext() if self.context is None else self.context.threads()
 
     def traditional(self, questions: Sequence[Question]) -> None:
-        """Extract evidence for each question, and have it answered where there is a generator."""
+        """Extract evidence for each question, and answer from it if there is a generator."""
         waiting = {record["id"]: record for record in self._extracted(questions)}
         if self.generator is None:
             for record in waiting.values():
@@ -240,14 +240,14 @@ class Loop:
         try:
             for response in responses(self.generator, questions):
                 self.journal.add(waiting.pop(response.question.id) | answer_record(response))
-        finally:  # keep evidence whose answer could not be had
+        finally:  # store evidence even if its answer failed
             for id_, record in waiting.items():
                 if id_ not in self.journal.partial:
                     self.journal.add(record)
             self.evidence.clear()
 
     def agentic(self, questions: Sequence[Question]) -> None:
-        """Have the agent answer each question; keep every search and what the extractor made of it."""
+        """Answer each question with the agent; record every search and its extraction."""
         assert self.agent is not None
         for response in responses(self.agent, questions):
             packed = [search["query"] for search in response.trajectory.searches]
@@ -258,7 +258,7 @@ class Loop:
             self.journal.add(record | reading_figures(readings) | {"reads": reads})
 
     def _extracted(self, questions: Sequence[Question]) -> list[Record]:
-        """Return a record of evidence for each question: the one that an earlier run left, or a new one."""
+        """Return a record of evidence for each question: the stored partial record, or a new one."""
         kept = self.journal.partial
         fresh = self.shown([question for question in questions if question.id not in kept])
         started = time.perf_counter()
@@ -292,8 +292,8 @@ class Loop:
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """Return the recipe of the extractor, with which other local models are loaded too. UserError for a template, or a
-    limit on evidence, of a compressor that is not asked in a prompt."""
+    """Return the recipe of the extractor, which is also used to load other local models. UserError for a template or a
+    limit on evidence if the compressor has no prompt."""
     refining, template = plan.refining, plan.template
     if refining is not None and refining.writes:
         template = template or str(FILCO_TEMPLATE)
@@ -328,7 +328,7 @@ def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
     beside = plan.generator or plan.agent
     policy = plan.model if not plan.of_encoder else None if beside is None else beside.model
     context = 4096 if policy is None else min(4096, read_config(Path(policy)).max_position_embeddings)
-    # An agent's thinking, a turn long, and the passages have room in the extractor's prompt. EviOmni's latency was
+    # The extractor's prompt has room for an agent's thinking (one turn) and the passages. EviOmni's latency was
     # measured with 768 new tokens.
     rollout = {
         "max_context": context,
@@ -340,8 +340,8 @@ def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
 
 
 def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> Iterator[Scored]:
-    """Yield an answer to each question, greedy. A chat model's answers come as soon as each is known, so that those
-    before an error of its endpoint have been handed out."""
+    """Yield a greedy answer to each question. Answers of a chat model are yielded as soon as each is known, so those
+    before an error of its endpoint are not lost."""
     jobs = jobs_of(questions)
     played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
     with console.polling(rollout.stage):

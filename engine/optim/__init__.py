@@ -1,4 +1,4 @@
-"""AdamW on the trained weights: its step and schedule, its moments in 8 bits, what lies in CPU memory.
+"""AdamW on the trained weights: step and schedule, moments in 8 bits, states in CPU memory.
 
-Another way to hold or to move what an optimiser needs may come in; no loss, and nothing that knows a trajectory.
+Other ways to store or to move the states of an optimiser belong here; losses and trajectories do not.
 """

@@ -1,14 +1,14 @@
-"""AdamW whose moments are stored otherwise than torch stores them: in 8 bits, in CPU memory, or both.
+"""AdamW with moments stored differently than in torch: in 8 bits, in CPU memory, or both.
 
-The weights are worked on some rows at a time: the rows' moments are brought to the weights' device as float32, torch's
-own fused AdamW steps them, and the moments are put away again. On CUDA the moments of the next rows come from CPU
-memory meanwhile, and those of the last go back (`travelling`); no more than three such parts are there. With float32
-moments every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
-quantised after the step, which itself takes the exact values (Dettmers et al. 2021, section 2; below).
+The weights are stepped some rows at a time: the rows' moments are copied to the weights' device as float32, torch's own
+fused AdamW steps them, and the moments are stored again. On CUDA the moments of the next rows are meanwhile copied from
+CPU memory, and those of the previous rows back (`travelling`); at most three such parts are on the device. With float32
+moments every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same. 8-bit moments are
+quantised after the step, which itself uses the exact values (Dettmers et al. 2021, section 2; below).
 
-Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: whatever has fewer
+Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: tensors with fewer
 than 4,096 values). Rows of a parameter are independent of each other, so a rank that holds some of them
-(engine/parallel) steps them as they would be stepped where all are together.
+(engine/parallel) steps them exactly as one process with all rows does.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,16 +21,16 @@ from torch.optim.adamw import adamw
 
 from thresher.common.errors import UserError
 
-AT_A_TIME = 1 << 22  # values worked on, whole rows: 16 MiB in float32
-BLOCK = 256  # values to a scale
+AT_A_TIME = 1 << 22  # values stepped at once, in whole rows: 16 MiB in float32
+BLOCK = 256  # values per scale
 DECADES = 7
-MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether it has a sign
-ROOMS = 3  # for parts on a GPU: one is filled, one stepped, one emptied
+MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, and whether it has a sign
+ROOMS = 3  # buffers for parts on a GPU: one is filled, one stepped, one emptied
 
 
 class PartwiseAdamW(torch.optim.Optimizer):
-    """AdamW over dense float32 vectors and matrices. eight_bit: moments in 8 bits; storage: the device
-    where they lie, None: that of the weights. In CPU memory, beside weights on CUDA, they are pinned."""
+    """AdamW over dense float32 vectors and matrices. eight_bit: store moments in 8 bits. storage: the device that
+    stores them; None: that of the weights. In CPU memory they are pinned if the weights are on CUDA."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def state_like(self, param: Tensor, device: torch.device | str = "meta") -> dict[str, Tensor]:
-        """A parameter's state before its first step, by name; on "meta" its shapes and dtypes alone."""
+        """Return a parameter's state before its first step, by name; on "meta" only its shapes and dtypes."""
         eight_bit = self.eight_bit and param.dim() > 1
         pinned = torch.device(device).type == "cpu" and param.device.type == "cuda"
 
@@ -61,7 +61,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The states alone, by the parameters' numbers, with the bits they have; torch's would make them float32."""
+        """Load only the states, by parameter number, bit for bit; torch's own method would cast them to float32."""
         params = [param for group in self.param_groups for param in group["params"]]
         for number, saved in state_dict["state"].items():
             param = params[number]
@@ -75,10 +75,10 @@ class PartwiseAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step on the gradients that there are. closure: torch's signature has it; None."""
+        """Step all parameters that have a gradient. closure: part of torch's signature, must be None."""
         assert closure is None
         stepped = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        parts = []  # (settings, weights, their gradient, count of steps), and the stored moments
+        parts = []  # (settings, weights, gradient, step count), and the stored moments
         for group, param in stepped:
             if param not in self.state:
                 self.state[param] = self.state_like(param, self.storage or param.device)
@@ -89,7 +89,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
                 of = group, param[rows], cast(Tensor, param.grad)[rows], state["step"]
                 parts.append((of, [moment[rows] for moment in stored]))
         if parts:
-            # strict: the last part is stored when its successor is asked for
+            # strict: the last part is stored when the next one is requested
             here = travelling([stored for _, stored in parts], parts[0][0][1].device)
             for (of, _), brought in zip(parts, here, strict=True):
                 _step_rows(*of, brought)
@@ -98,7 +98,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
 
 
 def _step_rows(group: dict[str, Any], rows: Tensor, grad: Tensor, step: Tensor, stored: Sequence[Tensor]) -> None:
-    """Step some rows. stored: the tensors that `state_like` has for their moments, on the rows' device."""
+    """Step some rows. stored: their moments' tensors, as in `state_like`, on the rows' device."""
     each = len(stored) // len(MOMENTS)
     held = [stored[number * each : (number + 1) * each] for number in range(len(MOMENTS))]
     moments = [
@@ -111,7 +111,7 @@ def _step_rows(group: dict[str, Any], rows: Tensor, grad: Tensor, step: Tensor, 
         moments[:1],
         moments[1:],
         [],
-        [step.clone()],  # which it counts up, each time that it is called
+        [step.clone()],  # a copy, because each call increments it
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],
@@ -128,11 +128,11 @@ def _step_rows(group: dict[str, Any], rows: Tensor, grad: Tensor, step: Tensor, 
 
 
 def travelling(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[Sequence[Tensor]]:
-    """Yield every part, a few tensors, on `device`, and store in them what the caller has made of it.
+    """Yield each part, a few tensors, on `device`, and store the caller's changes.
 
-    Where they lie there, they are yielded themselves. From pinned CPU memory to CUDA each part goes through one of
-    ROOMS buffers: while one is worked on, the next is copied in and the one before out, on two more streams. All is
-    stored at the end.
+    Tensors that are on the device already are yielded themselves. From pinned CPU memory to CUDA each part goes through
+    one of ROOMS buffers: while one is stepped, the next is copied in and the previous one out, on two additional
+    streams. At the end everything is stored.
     """
     if all(tensor.device.type == device.type for part in parts for tensor in part):
         yield from parts
@@ -141,7 +141,7 @@ def travelling(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Itera
     rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
     work = torch.cuda.current_stream(device)
     coming, going = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    coming.wait_stream(work)  # what had the buffers' memory before may be under way
+    coming.wait_stream(work)  # earlier work on the buffers' memory may still run
     emptied: list[torch.cuda.Event] = []
 
     def fill(number: int) -> tuple[list[Tensor], torch.cuda.Event]:
@@ -168,7 +168,7 @@ def travelling(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Itera
                 tensor.copy_(view, non_blocking=True)
             emptied.append(going.record_event())
     work.wait_stream(going)
-    work.synchronize()  # or a checkpoint would read what is still under way
+    work.synchronize()  # otherwise a checkpoint would read copies in progress
 
 
 def _aligned(tensor: Tensor) -> int:
@@ -179,24 +179,24 @@ def _aligned(tensor: Tensor) -> int:
 #
 #     x[r, c] = table[code[r, c]] * scale[r, c // 256],   scale = max |x| of the block (float32)
 #
-# A block lies within one row of its matrix, and the last of a row may have fewer values. So some rows of a matrix have
-# the codes and scales that they have in the whole, on one rank or on several.
+# A block lies within one row of its matrix, and the last block of a row may have fewer values. So some rows of a matrix
+# have the same codes and scales as within the whole matrix, on one rank or on several.
 #
 # The table is that of dynamic quantisation (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
 # arXiv:2110.02861, sections 1.3 and 2.2): seven decades below 1, the higher ones in more steps. With a sign, for the
 # first moment, decade e (1 the lowest) has 2^(e - 1) values of either sign, the middles of as many equal parts of
 # [.1, 1] 10^(e - 7); without, for the second moment, twice as many. An error is at most half a part: .9 / 128 of the
-# block's largest magnitude with a sign and .9 / 256 without, and of a value in decade e the larger part of it that the
-# decade's fewer steps leave.
+# block's largest magnitude with a sign and .9 / 256 without. In a lower decade, which has fewer steps, it is a larger
+# part of the value.
 #
-# Departures from the paper: blocks of 256 values, not 2,048, which cost 1.6% in scales; blocks that end with their row;
-# and a second moment's table without 0, for a moment rounded to 0 would leave eps alone in the denominator.
+# Differences from the paper: blocks of 256 values, not 2,048, whose scales take 1.6%; blocks that end with their row;
+# and a second moment's table without 0, because a moment rounded to 0 would leave only eps in the denominator.
 # Axes: R rows of C values, B blocks of a row.
 
 
 @cache
 def code_table(signed: bool) -> Tensor:
-    """The values of the codes, ascending, float32: 256 in [-1, 1] with a sign, 255 in (0, 1] without."""
+    """Return the values of the codes, ascending, float32: 256 in [-1, 1] with a sign, 255 in (0, 1] without."""
     values = [torch.ones(1, dtype=torch.float64)]
     for decade in range(DECADES):
         parts = 2 ** (decade if signed else decade + 1)
@@ -210,8 +210,9 @@ def code_table(signed: bool) -> Tensor:
 
 @cache
 def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The table; the values at which one code ends and the next begins, with an inf behind them; and, for the upper 17
-    bits of every float32 (sign, exponent, 8 of the mantissa), how many of these lie below all that begin so."""
+    """Return the table, the edges between codes, and the counts of edges below. The edges are followed by an inf. The
+    counts are, for the upper 17 bits of every float32 (sign, exponent, 8 of the mantissa), of the edges below all
+    numbers with these bits."""
     table = code_table(signed)
     edges = (table[1:] + table[:-1]) / 2
     bits = torch.arange(1 << 17, dtype=torch.int64) << 15
@@ -227,8 +228,8 @@ def blocks_of(columns: int) -> int:
 
 
 def quantise(x_RC: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """x [R, C] float32, not negative unless `signed` -> codes [R, C] uint8 and scales [R, blocks_of(C)] float32. Takes
-    a few times the memory of x."""
+    """Quantise x [R, C] float32, not negative unless `signed`. Return codes [R, C] uint8 and scales [R, blocks_of(C)]
+    float32. Takes a few times the memory of x."""
     rows, columns = x_RC.shape
     width = min(BLOCK, columns)
     missing = -columns % width
@@ -238,7 +239,7 @@ def quantise(x_RC: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     _, edges, below = _on(x_RC.device, signed)
     # A block of zeros has the scale 0, with which every code means 0.
     parts = (blocks / scale_RB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).view(-1)
-    # Numbers whose upper 17 bits agree are .4% apart and edges .7%, so at most one edge lies among them. A search
+    # Numbers whose upper 17 bits agree are .4% apart and edges .7%, so at most one edge lies between them. A search
     # would take several times as long.
     codes = below.index_select(0, (parts.view(torch.int32) >> 15) & 0x1FFFF)
     codes += parts > edges.index_select(0, codes)
@@ -246,7 +247,7 @@ def quantise(x_RC: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes_RC: Tensor, scale_RB: Tensor, signed: bool) -> Tensor:
-    """codes [R, C] uint8, scales [R, blocks_of(C)] -> [R, C] float32."""
+    """Dequantise codes [R, C] uint8 with scales [R, blocks_of(C)] to [R, C] float32."""
     table, _, _ = _on(codes_RC.device, signed)
     columns = codes_RC.shape[1]
     values = table.index_select(0, codes_RC.reshape(-1).int()).view(codes_RC.shape)

@@ -1,17 +1,17 @@
-"""The weights that an update trains, those of one process (a policy's own, or its master weights), and their optimiser.
+"""The weights that an update trains in one process (a policy's own, or its master weights), and their optimiser.
 
-A policy that computes in bfloat16 is not trained itself, for at lr 1e-6 none of its weights would move. Beside it lie
-master weights, a float32 copy, which the optimiser steps:
+A policy that computes in bfloat16 is not trained itself, because at lr 1e-6 none of its weights would move. The
+optimiser steps its master weights instead, a float32 copy:
 
-    gradients    policy's dtype, on its device   ->  added up in float32 beside the masters, micro-batch by micro-batch
+    gradients    policy's dtype, on its device   ->  added up in float32 next to the masters, after each micro-batch
     weights      masters, float32                ->  the policy's, in its own dtype, after every step
 
-Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in stretches through two pinned buffers, of
-which one is copied while the host works on the other, and no gradient stays on the device but the head's, to which the
-loss adds in float32 there. Where the policy computes in float32 it is its own master, and nothing is copied.
+Masters may be in CPU memory (`optim.offload = "masters"`). Gradients and weights are then copied in stretches through
+two pinned buffers: one is copied while the host works on the other. No gradient stays on the device except the head's,
+to which the loss adds in float32 there. A float32 policy is its own master, and nothing is copied.
 
-Several ranks hold rows of the weights each, and do the same with them: engine/parallel/sharded_weights.py. Where the
-weights lie is decided in training/weights.py.
+Several ranks each hold rows of the weights, and do the same with them: engine/parallel/sharded_weights.py.
+training/weights.py decides where the weights are stored.
 
     optimizer_state_dtype
                    offload         weights that are trained    moments                       stepped
@@ -32,22 +32,22 @@ from thresher.engine.config.sections import OptimSection
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.policy.model import Policy
 
-STRETCH = 1 << 24  # values that go over at a time
+STRETCH = 1 << 24  # values copied at a time
 
 
 class TrainedWeights:
-    """Weights that an update trains, with the calls of an update in their order: here those of a policy that is its own
+    """Weights that an update trains, with its calls in their order. The defaults are for a policy that is its own
     master, in one process.
 
-    policy: its forward and backward are run by the update. rollout_policy: a whole policy that samples; its device and
-    dtype are those in which both compute. module: the optimiser steps its parameters.
+    policy: the update runs its forward and backward. rollout_policy: a whole policy that samples; both compute on its
+    device and in its dtype. module: the optimiser steps its parameters.
     """
 
     def __init__(self, policy: Policy, rollout_policy: Policy, module: nn.Module) -> None:
         self.policy, self.rollout_policy, self.module = policy, rollout_policy, module
 
     def rolling_out(self) -> AbstractContextManager[None]:
-        """Give `rollout_policy` the trained weights within it."""
+        """Return a context in which `rollout_policy` has the trained weights."""
         return nullcontext()
 
     def max_over_ranks(self, count: int) -> int:
@@ -55,18 +55,18 @@ class TrainedWeights:
         return count
 
     def head_gradient(self) -> Tensor | None:
-        """Return the tensor to which the loss adds the head's gradient, [V, H] float32 on the policy's device; None:
-        the head is not trained."""
+        """Return the tensor to which the loss adds the head's gradient; None: the head is not trained. It is [V, H]
+        float32 on the policy's device."""
         raise NotImplementedError
 
     def add_gradients(self) -> None:
-        """Add the policy's gradients of a micro-batch, which are used up, to those of the trained weights."""
+        """Add the policy's gradients of a micro-batch to those of the trained weights, and clear them."""
 
     def complete(self) -> None:
-        """Put every gradient where the optimiser looks for it, after the last micro-batch."""
+        """Put every gradient where the optimiser reads it, after the last micro-batch."""
 
     def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm is `largest` at most; return the norm before that."""
+        """Scale all gradients so that their norm is at most `largest`; return the norm before scaling."""
         raise NotImplementedError
 
     def refresh(self) -> None:
@@ -81,14 +81,17 @@ class TrainedWeights:
         return state
 
     def buffers(self) -> list[Tensor]:
-        """Return the tensors held beside parameters and their gradients."""
+        """Return the tensors held in addition to parameters and their gradients."""
         return []
 
 
 class MasterWeights(TrainedWeights):
-    """`master` beside `policy`, parameter by parameter the same; None: the policy is its own, as where it computes in
-    float32, or where its adapters alone are trained. apart: they lie in two memories; with both on a CPU the
-    same copies are made, and the bits are the same. The rollout samples with `policy` itself."""
+    """Master weights of `policy`, which itself samples in the rollout.
+
+    master: a policy with the same parameters; None: `policy` is its own master, because it computes in float32 or only
+    its adapters are trained. apart: the two are in different memories; with both on a CPU the same copies are made, and
+    the bits are the same.
+    """
 
     def __init__(self, policy: Policy, master: Policy | None = None, apart: bool = False) -> None:
         self.master = policy if master is None else master
@@ -99,7 +102,7 @@ class MasterWeights(TrainedWeights):
         self._pinned = policy.device.type == "cuda"
         size = STRETCH if self.apart else 0
         self._buffers = [torch.empty(size, dtype=policy.dtype, pin_memory=self._pinned) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]  # from or to a buffer
+        self._copied: list[torch.cuda.Event | None] = [None, None]  # last copy from or to each buffer
 
     def head_gradient(self) -> Tensor | None:
         head_VH = self.head_VH
@@ -154,14 +157,14 @@ class MasterWeights(TrainedWeights):
         return self._buffers if self._head_grad is None else [*self._buffers, self._head_grad]
 
     def _pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """Pair the policy's parameters with their masters, where they are two."""
+        """Return the pairs of the policy's parameters and their masters; none if the policy is its own master."""
         if self.master is self.policy:
             return ()
         return zip(self.policy.parameters(), self.master.parameters(), strict=True)
 
     def _add_apart(self, grads: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
-        """Add each gradient on the device to a sum in CPU memory, or write it there if it is the first. While the host
-        adds a stretch, the next is copied."""
+        """Add each gradient on the device to its sum in CPU memory, or write it there if it is the first. While the
+        host adds a stretch, the next is copied."""
         stretches = [
             (sent, kept, first)
             for grad, total, first in grads
@@ -196,7 +199,7 @@ class MasterWeights(TrainedWeights):
             self._note_copy(number)
 
     def _buffer(self, number: int, like: Tensor) -> Tensor:
-        """Return the buffer of a stretch, as long as that."""
+        """Return the buffer of a stretch, cut to the stretch's length."""
         return self._buffers[number % 2][: len(like)]
 
     def _note_copy(self, number: int) -> None:
@@ -204,7 +207,7 @@ class MasterWeights(TrainedWeights):
             self._copied[number % 2] = torch.cuda.current_stream(self.policy.device).record_event()
 
     def _free_buffer(self, number: int, like: Tensor) -> Tensor:
-        """Return the buffer of a stretch once no copy from or to it is under way, for the host to use."""
+        """Return the buffer of a stretch for use by the host, once no copy from or to it is in progress."""
         copied = self._copied[number % 2]
         if copied is not None:
             copied.synchronize()
@@ -212,12 +215,12 @@ class MasterWeights(TrainedWeights):
 
 
 def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:
-    """AdamW over all weights that are trained; norms and biases are not decayed."""
+    """Return AdamW over all trained weights; norms and biases are not decayed."""
     learning = [p for p in trained.parameters() if p.requires_grad]
     decayed = [p for p in learning if p.dim() > 1]
     other = [p for p in learning if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
-    there = optim.offload == "moments"  # masters in CPU memory have theirs beside them
+    there = optim.offload == "moments"  # masters in CPU memory have their moments next to them
     if optim.optimizer_state_dtype == "float32" and not there:
         return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
     storage = torch.device("cpu") if there else None
@@ -227,20 +230,20 @@ def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Step at `lr` on the gradients that there are, and give them up."""
+    """Step the weights at `lr`, and free their gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            # Fused AdamW writes in place without it. `DeviceDecoder._versions` tells by it that there was an update.
+            # Fused AdamW writes in place without this. `DeviceDecoder._versions` detects an update by it.
             torch.autograd.graph.increment_version(parameter)
     optimizer.zero_grad(set_to_none=True)
 
 
 def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:
-    """Linear warm-up over `warmup_ratio` of the steps, then constant, or linear or cosine down to 0 after the last.
-    Steps are the optimiser's, counted from 0."""
+    """Return the learning rate of an optimiser step, counted from 0. It rises linearly over `warmup_ratio` of the
+    steps, and then is constant, or falls linearly or by a cosine to 0 after the last."""
     warmup = math.ceil(round(warmup_ratio * total_steps, 9))  # .07 of 100 steps are 7, and in float64 a little more
     if step < warmup:
         return lr * (step + 1) / warmup

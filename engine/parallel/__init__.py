@@ -1,4 +1,4 @@
-"""Several processes, one run: ranks and their collectives, what they do together, and sharded weights.
+"""One run on several processes: ranks and their collectives, joint operations of ranks, and sharded weights.
 
-Another way to shard a model (within a layer, say) may be added here; steps of training belong to engine/training.
+Other ways to shard a model, such as within a layer, may be added here; steps of training belong to engine/training.
 """

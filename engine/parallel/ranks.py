@@ -1,18 +1,18 @@
-"""The processes that train one model, as torchrun starts them. Each is a rank; only rank 0 writes files and prints.
+"""The processes that train one model, started by torchrun. Each is a rank; only rank 0 writes files and prints.
 
     with joined() as ranks:                # from WORLD_SIZE, RANK and LOCAL_RANK; SINGLE without torchrun
         ranks.all_reduce_sum(3, 5)         # sums of integers over all ranks
         ranks.gather(record)               # a list of all ranks' records on rank 0, None elsewhere
         ranks.broadcast(lambda: decide())  # called on rank 0; returned on every rank
         with ranks.interruptible(): ..     # a signal to any rank ends this block on all ranks
-        ranks.part(2)                      # the first two, or the others: those that this one is among
+        ranks.part(2)                      # the first two ranks, or the others: the part that contains this rank
 
-These values are small and lie on the CPU: counts, records, decisions. sharded_weights.py has the weights.
+These values are small and on the CPU: counts, records, decisions. Weights are in sharded_weights.py.
 
-A rank that fails ends the run. It writes a note into the store; a rank that fails because that one is gone finds the
-note, and prints nothing. Where there is no note, as of a rank that a signal ended, it waits a moment, and says so. The
-timeout of collectives is long, since a rank may compute for long while the others wait; torchrun ends them at once when
-a process has died.
+A rank that fails ends the run. It writes a note into the store. A rank that fails as a consequence finds the note, and
+prints nothing. If there is no note, for example because a signal ended the other rank, it waits a moment and reports
+the loss. The timeout of collectives is long, because a rank may compute for long while the others wait; torchrun ends
+the others at once when a process has died.
 
 Deliberately absent: ranks that join or are replaced during a run. Resume it with another number of ranks instead.
 """
@@ -33,16 +33,16 @@ from thresher.common.errors import UserError
 from thresher.common.signals import Interrupted, allow_signals, noted
 
 PATIENCE = timedelta(hours=6)
-_NOTE = "thresher/failed"  # key in the store of the rank that failed first
-_LAST_WORDS = 5.0  # seconds that a rank which failed later waits, so that the first one can print why it ended
+_NOTE = "thresher/failed"  # key in the store, for the rank that failed first
+_LAST_WORDS = 5.0  # seconds that ranks which fail later wait, so that the first one can print its error
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process of `count`. local: its number on this machine, which is also its GPU's; on_machine: the number of
-    processes there. group: those of the processes that are meant; None: all."""
+    """One of `count` processes. local: its number on this machine, also the number of its GPU. on_machine: number of
+    processes on this machine. group: the process group of these ranks; None: all processes."""
 
     rank: int = 0
     count: int = 1
@@ -63,15 +63,15 @@ class Ranks:
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 
     def part(self, first: int) -> "Ranks":
-        """Return the part of the ranks that this one is in, counted from 0: the first so many, or the others. All ranks
-        call it together."""
+        """Return this rank's part of the ranks, counted from 0: the first `first` ranks, or the others. All ranks call
+        it together."""
         groups = [dist.new_group(list(part), PATIENCE) for part in (range(first), range(first, self.count))]
         if self.rank < first:
             return replace(self, count=first, group=groups[0])
         return replace(self, rank=self.rank - first, count=self.count - first, group=groups[1])
 
     def gather(self, value: T) -> list[T] | None:
-        """Return all ranks' values, in their order, on rank 0; None elsewhere. The value must pickle."""
+        """Return the values of all ranks in order, on rank 0; None elsewhere. The value must be picklable."""
         if not self.is_distributed:
             return [value]
         values: list[T] | None = [value] * self.count if self.is_main else None
@@ -97,8 +97,9 @@ class Ranks:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end work that keeps nothing and has no collectives. When all ranks have left it, `Interrupted`
-        is raised on every one, so that none goes on alone. A part of the ranks leaves signals to all of them."""
+        """Let a signal end a block whose work may be lost and which has no collectives. When all ranks have left the
+        block, `Interrupted` is raised on every rank, so that none continues alone. In a part of the ranks a signal does
+        not end it."""
         if self.group is not None:
             yield
             return
@@ -122,17 +123,17 @@ SINGLE = Ranks()
 
 
 def trainers_of(count: int) -> int:
-    """Return how many of so many ranks train where the others sample (run.async): the first half, one at least."""
+    """Return how many of `count` ranks train while the others sample (run.async): the first half, at least one."""
     return max(count // 2, 1)
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, and leave them when the block ends. Yields this process's `Ranks`.
+    """Join the processes that torchrun started, and leave them when the block ends. Yield this process's `Ranks`.
 
     Collectives use gloo on a CPU, NCCL between GPUs. Ranks other than 0 print nothing. An error in the block is raised
     on the rank that failed first; ranks that fail after it raise SystemExit. UserError for an environment that torchrun
-    does not make, and for ranks that do not meet.
+    does not create, and for ranks that cannot connect.
     """
     ranks = _from_environment()
     if not ranks.is_distributed:
@@ -185,13 +186,13 @@ def _from_environment() -> Ranks:
 
 
 def _wait_for_torchrun() -> None:
-    """Give the rank that failed first time to print its error; torchrun ends those that are left."""
+    """Give the rank that failed first time to print its error; torchrun ends the remaining ranks."""
     with suppress(KeyboardInterrupt):
         time.sleep(_LAST_WORDS)
 
 
 def _fails_first(store: Any, ranks: Ranks) -> bool:
-    """Note that this rank fails; return False if another did before. A store that is gone counts as one, rank 0's."""
+    """Note that this rank fails; return False if another rank failed before. A missing store means that rank 0 did."""
     try:
         return bool(store.compare_set(_NOTE, "", str(ranks.rank)) == str(ranks.rank).encode())
     except RuntimeError:
@@ -199,8 +200,7 @@ def _fails_first(store: Any, ranks: Ranks) -> bool:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Return whether `error` means that a collective failed, on the first rank to notice, where the dead rank left no
-    note."""
+    """Return whether `error` means that a collective failed, because a rank died without a note."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
@@ -226,7 +226,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _record(error: Exception) -> None:
-    """Put the reason where torchrun looks for it when it reports which rank failed."""
+    """Write the reason to where torchrun looks for it when it reports which rank failed."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):

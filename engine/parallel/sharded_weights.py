@@ -1,16 +1,16 @@
-"""Weights that are sharded over ranks, by torch's fully_shard (FSDP2; Zhao et al. 2023, "PyTorch FSDP",
-arXiv:2304.11277): each rank holds a range of the rows of each parameter.
+"""Weights sharded over ranks by torch's fully_shard (FSDP2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277): each
+rank holds a range of the rows of each parameter.
 
     forward     layer by layer: gather its parameters in the dtype of the computation, compute, free them again
     backward    the same, last layer first; then its gradients are summed over the ranks, each keeping its own rows
-    head        the loss adds its gradient up in a buffer of [V, H], whole on each rank, summed over them once a step;
-                a tied embedding gets its other half from backward
+    head        the loss accumulates its gradient in a buffer of [V, H], whole on each rank, summed over ranks once per
+                step; a tied embedding gets its other half from backward
     optimiser   on the shards, as on any parameters
     rollout     a whole copy in the dtype of the computation, gathered when a rollout begins and freed when it ends:
-                decoding reads every weight once a token, and a captured graph holds their addresses
+                decoding reads every weight once per token, and a captured graph holds their addresses
 
-Rows are divided as torch.chunk does: ceil(rows / N) to each rank until none is left, so a short vector may have no
-rows on the last ranks. Shards may lie in CPU memory: each is then copied to the device before it is gathered, and its
+Rows are divided as torch.chunk does: ceil(rows / N) to each rank until none is left, so a short vector may have no rows
+on the last ranks. Shards may be in CPU memory: each is then copied to the device before it is gathered, and its
 gradient is copied back after the sum.
 
 Deliberately absent: shards within one machine that are replicated across machines, and sharding within a layer.
@@ -61,9 +61,12 @@ class LocalRows(nn.Module):
 
 
 class ShardedWeights(TrainedWeights):
-    """policy: sharded, its shards float32 (those of a frozen base in the dtype of the computation). rollout_policy: a
-    whole one of the same shapes, which holds memory only within `rolling_out`. reference: sharded too, `policy` itself
-    where that has adapters, or None."""
+    """Weights of which each rank trains some rows.
+
+    policy: sharded, with float32 shards (those of a frozen base in the dtype of the computation). rollout_policy: a
+    whole one of the same shapes, which has memory only within `rolling_out`. reference: sharded too, `policy` itself if
+    that has adapters, or None.
+    """
 
     def __init__(
         self, policy: Policy, rollout_policy: Policy, reference: Policy | None, optim: OptimSection, ranks: Ranks
@@ -127,13 +130,13 @@ class ShardedWeights(TrainedWeights):
         into = {} if policy is None else dict(policy.named_parameters())
         for name, rows in self.rows.by_name.items():
             for what, here in optimizer.state.get(rows, {}).items():
-                state = all_rows(here, self.sharded[name]) if here.dim() else here  # a count is one already
+                state = all_rows(here, self.sharded[name]) if here.dim() else here  # a count is whole already
                 if copy is not None:
                     copy.state[into[name]][what] = state.cpu()
         return None if policy is None or copy is None else (policy, copy)
 
     def rows_here(self, name: str, state: Tensor) -> Tensor:
-        """Return this rank's rows of `state`, or `state` itself where it is a count or has another number of rows."""
+        """Return this rank's rows of `state`, or `state` itself if it is a count or has another number of rows."""
         if not state.dim() or len(state) != len(self.sharded[name]):
             return state
         return state[rows_of(len(state), self.ranks)].clone()
@@ -145,11 +148,11 @@ class ShardedWeights(TrainedWeights):
 def load_sharded(
     folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool, in_cpu_memory: bool = False
 ) -> Policy:
-    """Load the model in `folder`, sharded, computing on the device and in the dtype of `like`; the shards are of
-    `dtype`, on that device or in CPU memory.
+    """Load the model in `folder`, sharded over ranks. It computes on the device and in the dtype of `like`; the shards
+    are of `dtype`, on that device or in CPU memory.
 
     like: a whole policy of the same config; its adapters, if any, are sharded too, and only they are trained. Every
-    rank reads the files layer by layer and keeps its rows. Errors as `load_policy`.
+    rank reads the files layer by layer and keeps its rows. Errors as in `load_policy`.
     """
     lora = like.lora
     policy = _empty(like, dtype, lora)
@@ -186,7 +189,7 @@ def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ra
         mesh = init_device_mesh(device.type, (ranks.count,))
     else:
         mesh = DeviceMesh.from_group(ranks.group, device.type)
-    # Sums of gradients are float32; what a layer is given (rotations among it) stays in the dtype that it has.
+    # Sums of gradients are float32; a layer's inputs (rotations among them) stay in their dtype.
     precision = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False
     )
@@ -196,14 +199,14 @@ def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ra
         assert isinstance(module, FSDPModule)
         # The loss's weights count all ranks' trajectories: gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo has too
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo supports too
     register_fsdp_forward_method(policy, "hidden")
     policy.to_empty(device="cpu" if in_cpu_memory else device)
 
 
 @torch.no_grad()
 def _fill(policy: Policy, tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) -> None:
-    """Put every rank's rows of the files' tensors into its shards, one layer in memory at a time."""
+    """Copy this rank's rows of the files' tensors into its shards, with one layer in memory at a time."""
     outside = Policy(policy.config.replace(num_hidden_layers=0)).to(dtype)
     for name, view in hf_views(outside).items():
         view.copy_(tensors[name])
@@ -238,8 +241,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def all_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Gather the rows of all ranks on every rank and its device. like: the sharded tensor that they are rows of, or
-    whose optimiser state they are rows of."""
+    """Gather the rows of all ranks on every rank, on its device. like: the sharded tensor that the rows belong to, or
+    whose optimiser state they are."""
     assert isinstance(like, DTensor)
     shape = torch.Size((len(like), *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
@@ -258,8 +261,7 @@ def gather_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def whole_weights(copy: Policy, sharded: Policy) -> Iterator[None]:
-    """Fill `copy`, a policy of the same shapes, with the sharded one's weights within the block; free its memory
-    after."""
+    """Fill `copy`, a policy of the same shapes, with the sharded weights within the block; then free its memory."""
     storages = [parameter.data.untyped_storage() for parameter in copy.parameters()]
     with torch.no_grad():
         for parameter, part, storage in zip(copy.parameters(), sharded.parameters(), storages, strict=True):

@@ -1,7 +1,7 @@
-"""Steps that the ranks of a run take together: check that they do the same run, write one run folder, ask one judge.
+"""Joint operations of the ranks of a run: check that they do the same run, write one run folder, call one judge.
 
-Ranks may run on several machines, each with its own files. Without these checks, a rank that read other questions or
-other weights would train on unnoticed.
+Ranks may run on several machines, each with its own files. Without these checks, a rank that reads other questions or
+other weights would go unnoticed.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from thresher.engine.systems import own_digest, own_files
 
 
 def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:
-    """Raise UserError, on every rank, where the work cannot be shared evenly, or a rank has another recipe, questions,
-    model, run folder or checkpoint to resume from than rank 0."""
+    """Raise UserError, on every rank, if the work cannot be divided evenly or a rank differs from rank 0. Recipe,
+    questions, model, run folder and the checkpoint to resume from are compared."""
     if not ranks.is_distributed:
         return
     of_ranks = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
@@ -58,7 +58,7 @@ def _indivisible(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str | None
 
 
 def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> Iterator[tuple[str, Any]]:
-    """Yield the values that have to be equal on all ranks, each with the name under which it is reported."""
+    """Yield the values that must be equal on all ranks, each with the name under which it is reported."""
     yield from ((f"the recipe's {key}", value) for key, value in recipe.keys().items())
     yield "--out", str(Path(out).resolve())
     yield "the checkpoint to resume from", None if checkpoint is None else checkpoint.name
@@ -71,8 +71,8 @@ def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> It
 
 
 def file_digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each file that decides what a run samples and learns, by its path: questions,
-    templates, and the user's Python files, those that they import from beside them included."""
+    """Return the SHA-256, in hex, of each file that decides what a run samples and learns, by its path. The files are
+    questions, templates, and the user's Python files, with those that they import from the same folder."""
     system, tools, tables = recipe.system, (recipe.tools or {}).values(), []
     named = own_files(system) if system is not None else []
     named.append(recipe.grpo.objective.rpartition(":")[0])
@@ -80,7 +80,7 @@ def file_digests(recipe: Recipe) -> dict[str, str]:
         tables += [recipe.data.train, recipe.data.dev]
     if system is not None:
         tables.append(system.template)
-    if recipe.rollout.tools_replay is None:  # else none is called
+    if recipe.rollout.tools_replay is None:  # else no tool is called
         named += [tool.function.rpartition(":")[0] for tool in tools if tool.function is not None]
         tables += [tool.template for tool in tools]
     found = {path: _digest(path) for path in tables if path is not None}
@@ -92,7 +92,7 @@ def _digest(path: str | Path) -> str:
 
 
 def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Describe the first value in which a rank differs from rank 0; None where there is none."""
+    """Describe the first value in which a rank differs from rank 0; None if there is none."""
     for rank, theirs in enumerate(of_ranks):
         for name in {**of_ranks[0], **theirs}:
             ours, other = of_ranks[0].get(name), theirs.get(name)
@@ -109,15 +109,15 @@ def _shown(value: Any) -> str:
 
 
 def open_run(out: str | Path, recipe: Recipe, resume: bool, ranks: Ranks, unverified: bool = False) -> RunFolder:
-    """Return the run folder, which rank 0 alone locks and writes; errors as `RunFolder.create` and `resume`."""
+    """Return the run folder, which only rank 0 locks and writes; errors as in `RunFolder.create` and `resume`."""
     if not ranks.is_main:
         return RunFolder(Path(out))
     return RunFolder.resume(out, recipe, unverified) if resume else RunFolder.create(out, recipe)
 
 
 class MainRankJudge:
-    """Rank 0's judge for the cases of all ranks, so that there is one file of replies, and no more requests at a time
-    than the recipe allows."""
+    """Judge of rank 0 for the cases of all ranks. So there is one file of replies, and no more concurrent requests than
+    the recipe allows."""
 
     def __init__(self, judge: VerdictJudge, ranks: Ranks) -> None:
         self.judge, self.ranks, self.name = judge, ranks, judge.name
@@ -132,8 +132,8 @@ class MainRankJudge:
 
 
 def judges_of(judges: Judges, recipe: Recipe, ranks: Ranks) -> Judges:
-    """Return the judges of a run on these ranks: a verdict judge is rank 0's, an entailment judge each rank's own.
-    UserError where ranks would have to ask for a verdict in the middle of their rollouts."""
+    """Return the judges of a run on these ranks: rank 0's verdict judge, and each rank's own entailment judge.
+    UserError if ranks would have to ask for a verdict in the middle of their rollouts."""
     if judges.verdict is None or not ranks.is_distributed:
         return judges
     if recipe.grpo.refill and (recipe.rollout.partial or recipe.run.async_):
@@ -146,5 +146,5 @@ def judges_of(judges: Judges, recipe: Recipe, ranks: Ranks) -> Judges:
 
 
 def judging(judges: Judges, ranks: Ranks) -> AbstractContextManager[None]:
-    """Let an interrupt end `score` within it: here, or in `MainRankJudge.rate`, which all ranks enter together."""
+    """Return a context in which a signal ends `score`: here, or in `MainRankJudge.rate`, which all ranks enter."""
     return nullcontext() if isinstance(judges.verdict, MainRankJudge) else ranks.interruptible()

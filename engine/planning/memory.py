@@ -1,21 +1,21 @@
-"""Bytes of every part of a run in its phases, on one GPU (or in a CPU's memory), on the host beside it, and on disk.
+"""Bytes of every part of a run in its phases, on one GPU (or in a CPU's memory), in host memory, and on disk.
 
-docs/scale.md has the sizes of the parts and the lengths of trajectories that are assumed. The phases of a run:
+docs/scale.md has the sizes of the parts and the assumed lengths of trajectories. The phases of a run:
 
-    loading     weights, masters, reference; on a CPU the file that is being read is mapped beside them
+    loading     weights, masters, reference; on a CPU also the mapped file that is being read
     rollout     weights, masters, moments, reference, KV pool, one forward
-    loss        all activations of a micro-batch, the loss's workspace, the gradients of micro-batches before it
-    backward    all activations, one layer's gradients of them
-    gradients   a backward's end, in its last layer: the gradients of all weights, of a bfloat16 policy beside those of
-                its masters
+    loss        all activations of a micro-batch, the loss workspace, the gradients of earlier micro-batches
+    backward    all activations, and the gradients of one layer's activations
+    gradients   end of a backward, in its last layer: the gradients of all weights; for a bfloat16 policy, both of the
+                weights and of the masters
     optimiser   gradients and moments
     saving      on a CPU, with adapters: the merged weights in float32
 
-With several GPUs weights, masters, gradients, moments and the reference are divided among them (FSDP). A rollout
-gathers a whole copy of the weights, a forward or backward two layers at a time.
+With several GPUs, weights, masters, gradients, moments and the reference are sharded (FSDP). A rollout gathers a whole
+copy of the weights, a forward or backward two layers at a time.
 
-What autograd keeps of a layer (policy/layers.py), in bytes a token; H hidden, N and K heads of D, I intermediate,
-e bytes an element:
+What autograd keeps of a layer (policy/layers.py), in bytes per token; H hidden, N and K heads of D, I intermediate,
+e bytes per element:
 
     operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/*_triton.py
     norm, twice  x in float32, 1/rms 4; n e H           x e H
@@ -26,11 +26,12 @@ e bytes an element:
     silu x up    gate and up 2 e I, silu(gate) e I      gate and up 2 e I
     down         its input e I                          the same
 
-A map without an adapter in a run with adapters does not keep its input, nor a norm its n; an adapter keeps its input
-and x A^T, e R. On a CPU attention copies q, k and v to padded places, except where prompts are computed once
-(kernels/attention/prefix.py): there it keeps what it keeps on CUDA. Gated attention also keeps what its norms of heads
-take, and the gate; a layer with states its projections, and of the convolution, the rule and the gated norm what
-`layer_bytes` lists. Attention's gate and the two gates of the delta rule are torch's on CUDA, too.
+In a run with adapters, a linear map without an adapter does not keep its input, nor does a norm keep its n; an adapter
+keeps its input and x A^T, e R. On a CPU, attention copies q, k and v into padded form, except where prompts are
+computed once (kernels/attention/prefix.py): there it keeps the same as on CUDA. Gated attention also keeps the inputs
+of its per-head norms, and the gate. A layer with states keeps its projections, and the tensors of the convolution, the
+rule and the gated norm that `layer_bytes` lists. Attention's gate and the two gates of the delta rule run in torch on
+CUDA, too.
 """
 
 from collections import Counter
@@ -63,8 +64,8 @@ from thresher.policy.weights import tensor_shapes
 
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 CUDA_CONTEXT = 1_000_000_000  # with libraries, their workspaces and the code of kernels: assumed, no GPU was measured
-CPU_PROCESS = 40 * 2**20  # what a process on a CPU keeps beyond its tensors after a rollout: measured, docs/scale.md
-MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
+CPU_PROCESS = 40 * 2**20  # memory of a CPU process beyond its tensors after a rollout: measured, docs/scale.md
+MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both moments of a weight; 8 bit: one scale for 256
 PARTS = (
     *("weights", "masters", "gradients", "moments", "reference", "KV pool", "states", "activations", "loss workspace"),
     *("working memory", "gathered copy", "CUDA context"),
@@ -72,7 +73,7 @@ PARTS = (
 Parts = dict[str, int]
 
 
-# Sizes of a model. Counts for arithmetic leave out norms and biases, under a thousandth of the weights.
+# Sizes of a model. Arithmetic counts leave out norms and biases, under a thousandth of the weights.
 
 
 def query_width(config: ModelConfig) -> int:
@@ -84,7 +85,7 @@ def key_width(config: ModelConfig) -> int:
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Return the elements of the matrices of all layers."""
+    """Return the number of elements in the matrices of all layers."""
     return sum(kind.layers * sum(map(prod, kind.maps.values())) for kind in _shapes(config)[1])
 
 
@@ -93,24 +94,24 @@ def head_weights(config: ModelConfig) -> int:
 
 
 def trained_weights(config: ModelConfig) -> int:
-    """Return the elements of the layers, of the head, and of the embedding where it is not the head."""
+    """Return the number of elements in the layers, the head, and the embedding if it is not tied to the head."""
     return layer_weights(config) + (1 if config.tie_word_embeddings else 2) * head_weights(config)
 
 
 def kv_bytes(config: ModelConfig, item: int = BF16) -> int:
-    """Return the bytes of a token's keys and values in all layers, of `item` bytes an element."""
+    """Return the bytes of a token's keys and values in all layers, with `item` bytes per element."""
     return PagedKV.bytes_needed(config, 1, 1, item)
 
 
 def state_bytes_of(config: ModelConfig, s: "PlanSetting") -> int:
-    """Return the bytes of the states of layers that have some: of every running sequence, and of kept beginnings."""
+    """Return the bytes of layer states: of every running sequence, and of kept prefixes."""
     ring = ring_of(bool(s.rollout.num_draft_tokens), s.cuda)
     return states_bytes(config, s.item, s.rollout.max_num_seqs, ring)
 
 
 class LayerKind(NamedTuple):
-    """Layers of one type: their number, the elements of one, and the (outputs, inputs) of its linear maps by the names
-    of [lora] targets."""
+    """Layers of one type. layers: their number. elements: of one layer. maps: (outputs, inputs) of its linear maps, by
+    the names of [lora] targets."""
 
     name: str
     layers: int
@@ -120,8 +121,7 @@ class LayerKind(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], list[LayerKind]]:
-    """Return the shape of every parameter, and the types of layers, read from policies of one layer on torch's "meta"
-    device."""
+    """Return the shape of every parameter, and the layer types, from one-layer policies on torch's "meta" device."""
     counts = Counter(config.layer_types) if config.layer_types else {FULL: config.num_hidden_layers}
     every: list[tuple[int, ...]] = []
     kinds = []
@@ -138,30 +138,31 @@ def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], list[LayerKind]
 
 
 def all_weights(config: ModelConfig) -> int:
-    """Return the elements of all parameters, norms and biases included."""
+    """Return the number of elements in all parameters, including norms and biases."""
     return sum(map(prod, _shapes(config)[0]))
 
 
 def one_layer(config: ModelConfig) -> int:
-    """Return the elements of the parameters of a layer, the largest, norms and biases included."""
+    """Return the number of elements in the largest layer, including norms and biases."""
     return max(kind.elements for kind in _shapes(config)[1])
 
 
 def in_layers(config: ModelConfig) -> int:
-    """Return the elements of the parameters of all layers, norms and biases included."""
+    """Return the number of elements in all layers, including norms and biases."""
     return sum(kind.layers * kind.elements for kind in _shapes(config)[1])
 
 
-# A recipe, as far as it decides memory
+# The part of a recipe that determines memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
-    """The part of a recipe that decides its memory, to be varied.
+    """The part of a recipe that determines its memory, with methods to vary it.
 
-    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. length, sampled,
-    searched: tokens of a trajectory at most, in all, written by the policy, and brought by its searches without the
-    tags around them. steps: of the run."""
+    item: bytes per element of the computation. adapters: (rank, targets) of [lora], or None. length, sampled, searched:
+    maximum tokens of a trajectory, in all, written by the policy, and retrieved by its searches (without the tags
+    around them). steps: of the run.
+    """
 
     rollout: RolloutSection
     optim: OptimSection
@@ -176,13 +177,13 @@ class PlanSetting:
     gpus: int
 
     def changed(self, key: str, value: Any) -> "PlanSetting":
-        """Return the setting with another value of a key of the recipe, such as "optim.offload"."""
+        """Return the setting with another value for a recipe key, such as "optim.offload"."""
         section, name = key.split(".")
         return replace(self, **{section: replace(getattr(self, section), **{name: value})})
 
     @property
     def groups(self) -> int:
-        """Groups of a step on one GPU, which has them whole."""
+        """Return the groups of a step on one GPU, which has whole groups."""
         return -(-self.rollout.questions_per_step // self.gpus)
 
     @property
@@ -191,7 +192,7 @@ class PlanSetting:
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups begun and not yet trained on at most, on one GPU; without rollout.partial a step's."""
+        """Return the maximum number of started and untrained groups on one GPU; without rollout.partial a step's."""
         return max(-(-self.rollout.in_flight // self.gpus), self.groups)
 
     @property
@@ -204,18 +205,18 @@ class PlanSetting:
 
     @property
     def own(self) -> int:
-        """Tokens of a sample at most that the others of its group need not have."""
+        """Return the maximum number of a sample's tokens that are not shared with its group."""
         return min(self.sampled + self.searched, self.length - 1)
 
     @property
     def prompt(self) -> int:
-        """Tokens that a group's samples begin with, where their own are as many as can be."""
+        """Return the tokens of the prompt shared by a group, if the samples' own tokens are at their maximum."""
         return self.length - self.own
 
     @property
     def share_rows(self) -> bool:
-        """Return whether an update computes a common beginning once. On CUDA torch's varlen attention does so, in
-        bfloat16; "flash" may be FlashAttention-3, which does not."""
+        """Return whether an update computes a common prefix once. On CUDA, torch's varlen attention can, in bfloat16;
+        "flash" may be FlashAttention-3, which cannot."""
         on_cuda = self.item == BF16 and self.optim.attention in ("auto", "torch")
         return self.optim.share_prefix and (not self.cuda or on_cuda)
 
@@ -226,7 +227,7 @@ class PlanSetting:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of a group that an update computes, at most."""
+        """Return the maximum number of tokens of a group that an update computes."""
         return (
             group_tokens(self.prompt, self.own, self.rollout.group_size)
             if self.share_rows
@@ -235,17 +236,17 @@ class PlanSetting:
 
     @property
     def update_tokens(self) -> int:
-        """Tokens that an update computes, at most."""
+        """Return the maximum number of tokens that an update computes."""
         return self.groups_of_update * self.computed_tokens
 
     @property
     def frozen_copy(self) -> bool:
-        """Return whether the reference is a model of its own: with adapters it is the base."""
+        """Return whether the reference is a separate model; with adapters it is the base model."""
         return self.grpo.beta > 0 and self.adapters is None
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a forward recomputes old log-probs before a batch's first update."""
+        """Return whether a forward recomputes old log-probs before the first update of a batch."""
         return self.grpo.old_logprobs == "recomputed"
 
     @property
@@ -253,7 +254,7 @@ class PlanSetting:
         return self.item != FP32 and self.adapters is None
 
     def choices(self) -> Iterator["PlanSetting"]:
-        """Yield the setting with each value that "auto" may take, in the order in which they are tried."""
+        """Yield the setting with each combination of values for "auto", in the order in which they are tried."""
         references, recomputed = [self.grpo.reference], [self.optim.checkpoint_activations]
         if references == ["auto"]:
             references = ["device", "cpu"] if self.cuda and self.frozen_copy else ["device"]
@@ -265,7 +266,7 @@ class PlanSetting:
 
 
 def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
-    """Return the setting of a recipe that its system's preset has filled."""
+    """Return the setting of a recipe whose system preset is already filled in."""
     rollout, lora, system = recipe.rollout, recipe.lora, recipe.system
     played = None if system is None else load_system(system.name, system.options)
     searches = rollout.max_turns - 1 if played is None or played.needs_index or played.tools else 0
@@ -286,8 +287,7 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
 
 
 def switches(s: PlanSetting) -> list[tuple[str, str]]:
-    """Return the keys and values that need less memory, the cheapest first, without those that are set or left to the
-    plan."""
+    """Return (key, value) of changes that save memory, cheapest first, without those already set or on "auto"."""
     known = [
         (s.optim.checkpoint_activations == "off", "optim.checkpoint_activations", "on"),
         (s.optim.optimizer_state_dtype != "8bit", "optim.optimizer_state_dtype", "8bit"),
@@ -298,11 +298,11 @@ def switches(s: PlanSetting) -> list[tuple[str, str]]:
     return [(key, value) for possible, key, value in known if possible]
 
 
-# Activations, in bytes a token
+# Activations, in bytes per token
 
 
 def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | None = None) -> int:
-    """Return what autograd keeps of one layer, in bytes a token. kind: its type; None: the model's first."""
+    """Return the bytes per token that autograd keeps of one layer. kind: its type; None: the model's first."""
     e, hidden, inner = setting.item, config.hidden_size, config.intermediate_size
     q, kv = query_width(config), key_width(config)
     kind = kind or _shapes(config)[1][0]
@@ -320,15 +320,15 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
         # The projections, of which z is a view; q, k and v; o; the gates. With adapters it is less.
         total += e * (2 * channels + 2 * values + 2 * heads) + FP32 * 5 * heads
     else:
-        # q, k and v as attention has them, o, log-sum-exp
+        # q, k and v in the layout of attention, o, log-sum-exp
         total += input_of(hidden, "q", "k", "v") + e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
         if setting.cuda or setting.prompt_once:
-            total += e * (q + kv)  # turned, beside the projection, of which v is a view
+            total += e * (q + kv)  # rotated q and k, in addition to the projection, of which v is a view
         else:
-            total += input_of(q, "o")  # o once more, without padding
+            total += input_of(q, "o")  # a second copy of o, without padding
         if config.layer_types:
-            # What the norms of heads take, in torch that divided by its length, and that length; a gate, and what it
-            # multiplies.
+            # Inputs of the per-head norms and, in torch, the normalised input and its rms; the gate, and the tensor
+            # that it multiplies.
             total += e * (q + 2 * kv) if setting.cuda or e == FP32 else FP32 * (q + kv)
             if not setting.cuda:
                 total += FP32 * (q + kv + config.num_attention_heads + config.num_key_value_heads)
@@ -341,19 +341,19 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
 
 
 def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
-    """Return what autograd keeps of one norm, in bytes a token."""
+    """Return the bytes per token that autograd keeps of one norm."""
     hidden = config.hidden_size
     if setting.cuda:
         return setting.item * hidden
-    gained = FP32 if config.layer_types else setting.item  # with an offset the weight is float32
+    gained = FP32 if config.layer_types else setting.item  # with an offset, the weight is float32
     return FP32 * hidden + FP32 + (gained * hidden if setting.adapters is None else 0)
 
 
 def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bool) -> int:
-    """Return what autograd keeps of all layers, in bytes a token. checkpointed: a layer keeps its two inputs alone, and
-    one layer at a time is computed anew."""
-    # Beside the layers: places, the rotation's table, ids and the last norm. With adapters the first norm's input is a
-    # frozen embedding and keeps nothing, in the last one's place.
+    """Return the bytes per token that autograd keeps of all layers. checkpointed: a layer keeps only its two inputs,
+    and one layer at a time is recomputed."""
+    # Outside the layers: positions, the rotary table, ids and the last norm. With adapters, the first norm's input is a
+    # frozen embedding and keeps nothing, which makes up for the last norm.
     around = (0 if setting.prompt_once else INT64) + setting.item * config.head_dim
     if setting.adapters is None:
         around += INT64 + norm_bytes(config, setting)
@@ -364,17 +364,17 @@ def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bo
 
 
 def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
-    """Return the most that gradients of one layer's activations take at a time beyond what they replace, in bytes a
-    token: those of gate and up, while silu's is there; on a CPU in bfloat16 a norm's five terms in float32, where they
-    are more."""
+    """Return the peak bytes per token of the gradients of one layer's activations, beyond the memory that they replace.
+    These are the gradients of gate and up while silu's exists or, on a CPU in bfloat16, a norm's five terms in float32
+    if they are larger."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate = setting.item * (2 * inner + hidden)
-    if config.layer_types:  # kernels/delta/rule.py bounds what it holds
+    if config.layer_types:  # kernels/delta/rule.py has the bound of its memory
         channels = 0 if config.delta is None else config.delta.channels
-        if setting.cuda:  # the convolution's gradient in float32, its input's, and the projection's
+        if setting.cuda:  # gradients of the convolution in float32, of its input, and of the projection
             return max(gate, (FP32 + 3 * setting.item) * channels)
-        # The gradients of a norm in float32. Of the convolution and its heads: seven and a half tensors of float32
-        # beyond what comes and goes.
+        # The gradients of a norm in float32. For the convolution and its heads: seven and a half tensors of float32
+        # beyond temporary ones.
         return max(gate, 5 * FP32 * hidden + setting.item * hidden, 30 * channels)
     return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
 
@@ -384,14 +384,14 @@ def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes of each of PARTS, by phase. host: beside a GPU, the parts that lie in the machine's memory, at most."""
+    """Bytes of each of PARTS, by phase. host: with a GPU, the maximum bytes of the parts in host memory."""
 
     phases: dict[str, Parts]
     host: Parts
 
     @property
     def peak(self) -> str:
-        """The phase that needs most."""
+        """Return the phase that needs the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -400,7 +400,7 @@ class Demand:
 
 
 def trained_weights_of(config: ModelConfig, setting: PlanSetting) -> int:
-    """Return the elements that the optimiser has."""
+    """Return the number of elements that the optimiser updates."""
     if setting.adapters is None:
         return all_weights(config)
     rank, targets = setting.adapters
@@ -411,11 +411,11 @@ def trained_weights_of(config: ModelConfig, setting: PlanSetting) -> int:
 
 
 def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
-    """Return the bytes that one GPU has throughout a run, by part, and what of it lies beside the GPU. "gradients" are
+    """Return the bytes, by part, that one GPU holds throughout a run, and those held in host memory. "gradients" are
     those of the masters, of the adapters, or of a float32 policy."""
     n, trained, split = all_weights(config), trained_weights_of(config, s), s.gpus
     device = {
-        # Of several GPUs each has its rows of the masters alone, and gathers the rest.
+        # With several GPUs, each holds only its shard of the masters, and gathers the rest.
         "weights": (0 if split > 1 and s.has_masters else s.item * n // split)
         + (0 if s.adapters is None else FP32 * trained),
         "masters": FP32 * n // split if s.has_masters else 0,
@@ -428,7 +428,7 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
         host["moments"], device["moments"] = device["moments"], 0
     if s.cuda and s.optim.offload == "masters" and device["masters"]:
         host |= {"masters": device["masters"], "gradients": device["gradients"]}
-        # The loss adds to the head's own buffer, on the device.
+        # The loss adds to a separate buffer for the head, on the device.
         device |= {"masters": 0, "gradients": FP32 * head_weights(config)}
     if s.cuda and s.grpo.reference == "cpu" and device["reference"]:
         rooms = sum(min(kind.layers, ROOMS) * kind.elements for kind in _shapes(config)[1])
@@ -437,14 +437,17 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
 
 
 def micro_batch(s: PlanSetting) -> tuple[int, bool]:
-    """Return (computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories
-    of any length may fill it up, or all that an update has, and no less than one whole context."""
+    """Return (computed tokens of the largest micro-batch, whether an update has several).
+
+    The tokens are the budget, which trajectories of any length may fill, or all tokens of an update, and at least one
+    whole context.
+    """
     tokens = max(min(s.optim.micro_batch_tokens, s.update_tokens), s.length)
     return tokens, s.update_tokens > tokens
 
 
 def kv_tokens(s: PlanSetting) -> tuple[int, int]:
-    """Return (tokens of the KV pool that is wanted, those of the smallest that serves), in whole blocks and block 0."""
+    """Return (tokens of the desired KV pool, tokens of the smallest usable one), in whole blocks and with block 0."""
     a_context = -(-s.length // s.rollout.kv_block_size)
     wanted = (
         s.rollout.max_num_seqs * a_context
@@ -455,7 +458,7 @@ def kv_tokens(s: PlanSetting) -> tuple[int, int]:
 
 
 def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
-    """Return the bytes of a chunk's buffers for `rows` rows in the loss, and of the narrow copies of all of them."""
+    """Return the bytes of the loss: a chunk's buffers for `rows` rows, and the low-precision copies of all rows."""
     narrow = 3 * s.item * config.hidden_size * rows
     vocab = config.vocab_size
     if s.cuda:
@@ -470,7 +473,7 @@ def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
 
 
 def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed: bool) -> Demand:
-    """Return the demand of every phase. memory: bytes of the device, which bound a GPU's KV pool."""
+    """Return the demand of every phase. memory: bytes of the device, which limit a GPU's KV pool."""
     kept, host = states(config, s)
     base: Parts = dict.fromkeys(PARTS, 0) | {name: kept[name] for name in ("weights", "masters", "reference")}
     wanted, least = (tokens * kv_bytes(config, s.item) for tokens in kv_tokens(s))
@@ -483,9 +486,9 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     if s.steps * s.grpo.updates_per_batch * s.grpo.epochs_per_batch > 1:
         before["moments"] = kept["moments"]
     rows = min(FORWARD_ROWS, s.samples_in_flight * s.length)
-    # A row of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream.
+    # One row of a forward without autograd: gate and up, silu and its parts, and the residual stream.
     forward = rows * s.item * ((3 if s.cuda else 4) * config.intermediate_size + 4 * config.hidden_size)
-    if config.delta is not None:  # copies of a layer's states; on a GPU, where prefills go by chunks, after them, too
+    if config.delta is not None:  # copies of a layer's states; on a GPU, where prefills run in chunks, also later ones
         shape = config.delta
         of_a_sequence = FP32 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
         forward += s.rollout.max_num_seqs * of_a_sequence * (2 if s.cuda else 1) + (WORKSPACE["cuda"] if s.cuda else 0)
@@ -496,7 +499,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
         rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
     found["rollout"] = rollout
-    if s.rollout.stale_cache:  # what samples that go on have in it outlives the update
+    if s.rollout.stale_cache:  # the cache of unfinished samples outlives the update
         kept_pool = {name: rollout[name] for name in ("KV pool", "states")}
         base |= kept_pool
         before |= kept_pool
@@ -511,13 +514,13 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
 def _update(
     config: ModelConfig, s: PlanSetting, kept: Parts, offloaded: bool, before: Parts, checkpointed: bool
 ) -> dict[str, Parts]:
-    """Return the phases of a micro-batch: the second one, where there are several, for it finds gradients. offloaded:
-    whether the masters' gradients lie beside the GPU."""
+    """Return the phases of a micro-batch; if there are several, of the second, because it has gradients of the first.
+    offloaded: whether the masters' gradients are in host memory."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
     in_loss = max(
         min(tokens, s.groups_of_update * s.rollout.group_size * s.sampled), 1
-    )  # shorter prompts leave room for more
+    )  # shorter prompts leave more room
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept["gradients"] if several else head if trains_head else 0
@@ -539,7 +542,7 @@ def _update(
         ending = s.item * all_weights(config) if s.has_masters and s.gpus == 1 else 0
         ending += kept["gradients"] if several or not s.has_masters else head
         inputs = 2 * s.item * config.hidden_size if checkpointed else 0
-        # While the last layer's activations get their gradients, its weights have none yet, but of batches before.
+        # While the last layer's activations get their gradients, its weights have only those of earlier micro-batches.
         missing = s.item * one_layer(config) if s.gpus == 1 and (s.has_masters or not several) else 0
         last = {"gradients": ending, "activations": tokens * (layer_bytes(config, s) + inputs)}
         last["working memory"] = own + max(s.item * head_weights(config), in_layer - missing)
@@ -547,11 +550,11 @@ def _update(
     return found
 
 
-# The disk. store/checkpoint.py asks again before every checkpoint.
+# The disk. store/checkpoint.py checks again before every checkpoint.
 
 
 def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """Return the bytes of one checkpoint's tensors, but for those that the model does not compute with."""
+    """Return the bytes of one checkpoint's tensors, without the kept tensors that the model does not compute with."""
     setting = read_setting(recipe)
     trained = trained_weights_of(config, setting)
     adapters = 0 if setting.adapters is None else FP32 * trained
@@ -559,8 +562,8 @@ def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
 
 
 def checkpoints_at_a_time(recipe: Recipe) -> int:
-    """Return the most checkpoints that ever lie there: run.keep_checkpoints, that of best dev exact match, and the one
-    that is being written."""
+    """Return the maximum number of checkpoints on disk at a time. They are run.keep_checkpoints, the one with the best
+    dev exact match, and the one being written."""
     run = recipe.run
     saved = -(-run.steps // run.save_every)
     judged = recipe.data is not None and recipe.data.dev is not None
@@ -569,8 +572,8 @@ def checkpoints_at_a_time(recipe: Recipe) -> int:
 
 
 def check_disk(recipe: Recipe, folder: str | Path, out: str | Path) -> None:
-    """Raise UserError where the disk of the run folder `out` has no room for the checkpoints of the model in `folder`.
-    What lies there already is not counted again."""
+    """Raise UserError if the disk of the run folder `out` has no room for checkpoints of the model in `folder`.
+    Checkpoints that exist already are not counted again."""
     checkpoints = RunFolder(Path(out)).checkpoints
     present = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     config = read_config(folder)

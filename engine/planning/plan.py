@@ -2,7 +2,7 @@
 
     plan(config, recipe, memory_bytes=80_000_000_000, rates=CHIPS["H100"])
 
-`thresher plan` prints it; a run checks it before it loads a weight, and takes the settings on "auto" from it:
+`thresher plan` prints it. A run checks it before it loads weights, and takes the values of settings on "auto" from it:
 optim.checkpoint_activations and grpo.reference. memory.py and time.py have the formulas.
 """
 
@@ -39,13 +39,15 @@ LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
-    where no memory was named. largest: the largest settings that fit, each alone; bounds: of those that memory does not
-    bound, what does. checkpointed: whether activations are computed anew; reference: where its copy lies, None without
-    one; both as the plan chose where the recipe says "auto". host: parts beside a GPU, in the machine's memory.
-    seconds: {"rollout", "update"}, predicted, where rates were given, of trajectories at their limits; tail: rollouts
-    of samples that are not equally long. links: bytes a second that a GPU sends to the others in them, None where that
-    is not counted."""
+    """Bytes of one GPU, and predicted times.
+
+    total_bytes and parts: of the phase that needs the most, `peak`; phases: of each. fits: None if no memory was given.
+    largest: the largest settings that fit, each varied alone; bounds: for settings that memory does not limit, what
+    does. checkpointed: whether activations are recomputed; reference: where its copy is, None without one; both are the
+    plan's choice for "auto". host: parts in host memory, with a GPU. seconds: predicted {"rollout", "update"} if rates
+    were given, for trajectories at their limits; tail: rollouts with unequal sample lengths. links: bytes per second
+    that a GPU sends to the others, None if not counted.
+    """
 
     total_bytes: int
     parts: dict[str, int]
@@ -89,14 +91,14 @@ def plan(
     rates: DeviceRates | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Plan:
-    """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step.
-    lengths: tokens that samples drew, for the plan's tail; None: assumed."""
+    """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds per step.
+    lengths: tokens sampled per sample, for the plan's tail; None: assumed."""
     setting = read_setting(recipe, gpus)
     needed, settled = _settled(config, setting, memory_bytes)
     checkpointed = settled.optim.checkpoint_activations == "on"
     fits = None if memory_bytes is None else needed.total <= memory_bytes
     largest = {} if memory_bytes is None else _largest(config, setting, memory_bytes)
-    # Of the largest settings those that more memory would not raise.
+    # The largest settings that more memory would not raise.
     bounds = {
         "optim.micro_batch_tokens": (max(setting.update_tokens, setting.length), "all that an update computes"),
         "rollout.max_context": (config.max_position_embeddings, "all positions of the model"),
@@ -122,8 +124,7 @@ def plan(
 
 
 def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, PlanSetting]:
-    """Return the demand, and the setting with no "auto" left: of the first choice that fits, of the last where none
-    does."""
+    """Return the demand and the setting without "auto": the first choice that fits, or the last if none does."""
     for choice in setting.choices():
         needed = demand(config, choice, memory, checkpointed=choice.optim.checkpoint_activations == "on")
         if memory is None or needed.total <= memory:
@@ -136,7 +137,7 @@ def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
 
 
 def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str, int]:
-    """Return the largest settings that fit, each with the others as they are, without those that fit at no value."""
+    """Return the largest settings that fit, each with the others unchanged; settings that never fit are left out."""
 
     def fits(tokens: int) -> bool:
         return _fits(config, replace(setting, length=tokens, sampled=min(setting.sampled, tokens)), memory)
@@ -148,7 +149,7 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
     rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
     _, least = kv_tokens(setting)
     rest = sum(rollout.values()) - rollout["KV pool"]
-    a_token = max(kv_bytes(config, setting.item), 1)  # of a model without attention nothing is kept
+    a_token = max(kv_bytes(config, setting.item), 1)  # a model without attention layers has no KV cache
     room = (memory - rest) // a_token
     held = rollout["KV pool"] // a_token if setting.cuda else room
     found["rollout.kv_tokens"] = held if least <= room else None
@@ -156,7 +157,7 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
 
 
 def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
-    """Return the largest whole number from `lowest` to `highest` that fits, where larger ones need more; None: none."""
+    """Return the largest integer from `lowest` to `highest` that fits, by bisection; None if `lowest` does not fit."""
     if not fits(lowest):
         return None
     while lowest < highest:
@@ -166,8 +167,8 @@ def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
 
 
 def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
-    """Return the changes that make it fit: each that does alone, or with a smaller micro-batch; where none does, the
-    switches one after the other until it fits."""
+    """Return the changes that make it fit: each that suffices alone, or with a smaller micro-batch. If none does,
+    combine switches until it fits."""
     known = switches(setting)
 
     def line(*changes: tuple[str, str]) -> str | None:
@@ -187,7 +188,7 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
 
 
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """Return the largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
+    """Return the largest micro-batch that fits, in tokens, between one context and all tokens of an update."""
     return _last(
         lambda tokens: _fits(config, setting.changed("optim.micro_batch_tokens", tokens), memory),
         setting.length,
@@ -222,12 +223,13 @@ def _line(words: list[str], config: ModelConfig, changed: PlanSetting, memory: i
 
 
 def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int = 1) -> tuple[Recipe, Plan]:
-    """Return the recipe of a GRPO run from the model in `folder`, with no "auto" left of what decides its memory, and
-    its plan. Print what is changed to make it fit, and a warning where it may not.
+    """Return the recipe of a GRPO run from the model in `folder` without "auto" in its memory settings, and its plan.
 
-    On CUDA the plan must fit what is free. A CPU's memory is shared, swapped and reclaimed, so there the plan must fit
-    all that the machine (or the container) has; one that exceeds what is available now is warned of. Raise UserError
-    where it cannot. ranks: that share the states; local: of them on this machine, which share its memory."""
+    Print the changes made to fit, and a warning if it may not fit. On CUDA the plan must fit the free memory. A CPU's
+    memory is shared, swapped and reclaimed, so there the plan must fit the total memory of the machine (or the
+    container), with a warning if it exceeds what is available now. Raise UserError if it does not fit. ranks: number
+    that share the states; local: number on this machine, which share its memory.
+    """
     config = read_config(folder)
     total, available = (size // local for size in cpu_memory())
     there = f"there are {total / GB:.1f}"

@@ -1,16 +1,17 @@
-"""Rollouts whose samples are not equally long, by counting: busy slots, staleness, tokens prefilled again, seconds.
+"""Rollouts with unequal sample lengths, by counting: busy slots, staleness, tokens prefilled again, seconds.
 
-A rollout of step s trains on the next Q groups of G samples, in the order in which groups are begun. Up to F groups
-are begun and not yet trained on (F = Q without `rollout.partial`), so the rollout of step s may begin groups up to
-s Q + F - 1. A slot that is free takes the next sample. Each busy slot draws a token in each decode step, and the
-rollout ends with the decode step in which its own Q groups are complete. Unfinished samples keep their slots.
+The rollout of step s trains on the next Q groups of G samples, in the order in which groups are started. Up to F groups
+are started and not yet trained on (F = Q without `rollout.partial`), so the rollout of step s may start groups up to
+s Q + F - 1. A free slot takes the next sample. Each busy slot draws one token per decode step, and the rollout ends
+with the decode step in which its own Q groups are complete. Unfinished samples keep their slots.
 
-Updates stop the count of decode steps, so all of it is one queue of S servers, first come, first served, in which group
-g arrives as rollout max(0, ceil((g - F + 1) / Q)) begins. Hence (Kiefer and Wolfowitz 1955, "On the theory of queues
-with many servers": starts are monotone in arrivals, services and servers) the decode steps until any step's end never
-grow with F or S, and never shrink with a length. A token is at most floor((F - 1) / Q) updates old as it is trained on.
-With F < 2 Q the last 2 Q - F groups of a step begin in its own rollout, which is no shorter than their longest sample.
-Not counted: searches and judges, for which slots wait, drafts, trees, refilled groups, a KV cache that is full.
+Updates stop the count of decode steps, so the whole run is one queue of S servers, first come, first served, in which
+group g arrives when rollout max(0, ceil((g - F + 1) / Q)) begins. Hence (Kiefer and Wolfowitz 1955, "On the theory of
+queues with many servers": starts are monotone in arrivals, services and servers) the decode steps until the end of any
+step never grow with F or S, and never shrink with a length. A token is at most floor((F - 1) / Q) updates old when it
+is trained on. With F < 2 Q the last 2 Q - F groups of a step start in its own rollout, which is at least as long as
+their longest sample. Not counted: searches and judges, for which slots wait, drafts, trees, refilled groups, and a full
+KV cache.
 """
 
 import math
@@ -39,18 +40,20 @@ from thresher.engine.planning.time import (
 from thresher.engine.store.run_folder import TRAJECTORY, check_shape
 from thresher.policy.config import ModelConfig
 
-SIGMA = 0.9  # standard deviation of the logarithm of samples' lengths, assumed
-MEAN_SHARE = 0.3  # of a sample's limit: the mean length, assumed
-POPULATION = 4096  # lengths that a distribution is read at
-STEPS = 32  # over which counts are taken
+SIGMA = 0.9  # assumed standard deviation of the logarithm of sample lengths
+MEAN_SHARE = 0.3  # assumed mean length, as a share of a sample's limit
+POPULATION = 4096  # number of quantiles that represent a distribution
+STEPS = 32  # number of steps that counts are taken over
 
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """Counts of the rollouts of `steps` steps. batches: (busy slots, busy slots a group) -> decode steps. staleness:
-    updates between a token's draw and the update that trains on it -> tokens that these steps train on. positions: sum
-    over drawn tokens of the sample's tokens up to it. prompts: groups that begin. tokens_again, prompts_again: samples'
-    own tokens, and groups' prompts, that are prefilled once more because older weights computed their keys and values.
+    """Counts of the rollouts of `steps` steps.
+
+    batches: (busy slots, busy slots per group) -> decode steps. staleness: updates between sampling and training of a
+    token -> tokens trained in these steps. positions: sum over sampled tokens of the sample's tokens up to it. prompts:
+    groups started. tokens_again, prompts_again: samples' own tokens, and groups' prompts, that are prefilled again
+    because older weights computed their keys and values.
     """
 
     steps: int = 0
@@ -71,24 +74,24 @@ class RolloutCounts:
 
     @property
     def drawn(self) -> int:
-        """Return the tokens that the rollouts draw."""
+        """Return the number of sampled tokens."""
         return sum(busy * count for (busy, _), count in self.batches.items())
 
     @property
     def mean_busy(self) -> float:
-        """Return the mean of busy slots over decode steps; 0 where there is none."""
+        """Return the mean number of busy slots per decode step; 0 without decode steps."""
         return self.drawn / max(self.decode_steps, 1)
 
     @property
     def mean_staleness(self) -> float:
-        """Return the mean over tokens that are trained on, in updates."""
+        """Return the mean staleness of trained tokens, in updates."""
         return sum(age * tokens for age, tokens in self.staleness.items()) / max(self.staleness.total(), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A recipe's part: samples a group, groups a step, groups begun and not yet trained on at most, samples that are
-    decoded at once at most."""
+    """The part of a recipe that the count needs. group: samples per group. questions: groups per step. in_flight:
+    maximum groups started and not yet trained on. slots: maximum samples decoded at once."""
 
     group: int
     questions: int
@@ -101,14 +104,14 @@ class Queue:
 
 
 def count_rollouts(lengths: Sequence[int], queue: Queue) -> list[RolloutCounts]:
-    """Return the counts of each step of a run whose samples draw so many tokens, the samples of a group in a row, from
-    idle slots to the last group. Raise ValueError for lengths below 1, and for a last step that is not whole."""
+    """Return the counts of each step of a run, from idle slots to the last group. lengths: tokens drawn per sample,
+    with the samples of a group in a row. Raise ValueError for lengths below 1 and for an incomplete last step."""
     a_step = queue.group * queue.questions
     if not lengths or len(lengths) % a_step or min(lengths) < 1:
         raise ValueError(f"expected lengths >= 1 of whole steps of {a_step} samples, got {len(lengths)}")
     spans, ends = _schedule(lengths, queue)
     found = [RolloutCounts(steps=1) for _ in ends]
-    busy, groups = Counter[int](), Counter[int]()  # decode step -> change as it begins
+    busy, groups = Counter[int](), Counter[int]()  # decode step -> change at its start
     for first in range(0, len(spans), queue.group):
         step, covered = first // a_step, 0
         drawing: set[int] = set()  # rollouts that draw tokens of the group
@@ -142,7 +145,7 @@ def count_rollouts(lengths: Sequence[int], queue: Queue) -> list[RolloutCounts]:
 
 def _schedule(lengths: Sequence[int], queue: Queue) -> tuple[list[tuple[int, int]], list[int]]:
     """Return ([begin, end) of each sample, the end of each step's rollout), in decode steps."""
-    free = [0] * queue.slots  # a heap: when each slot is free
+    free = [0] * queue.slots  # a heap of the times at which slots become free
     spans: list[tuple[int, int]] = []
     ends: list[int] = []
     for group in range(len(lengths) // queue.group):
@@ -161,8 +164,8 @@ def _schedule(lengths: Sequence[int], queue: Queue) -> tuple[list[tuple[int, int
 def tail_lengths(
     mean: float = 300.0, longest: int = 1000, sigma: float = SIGMA, samples: int = POPULATION
 ) -> list[int]:
-    """Return lengths of samples, the longest first: quantiles of a lognormal distribution whose logarithm has the
-    standard deviation `sigma`, none over `longest`, scaled so that their mean is near `mean`."""
+    """Return sample lengths, longest first: quantiles of a lognormal distribution, none over `longest`. sigma: standard
+    deviation of the logarithm. The lengths are scaled so that their mean is near `mean`."""
     quantiles = [math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / samples)) for i in range(samples)]
     low, high = 0.0, longest / quantiles[0]
     for _ in range(50):
@@ -173,8 +176,9 @@ def tail_lengths(
 
 
 def lengths_of_run(lengths: Sequence[int], samples: int) -> list[int]:
-    """Return a length for each sample of a run, a group's in a row: all of the lengths in a random order, then all of
-    them in another. The orders are the same in every call. A group's lengths are independent of each other."""
+    """Return a length for each sample of a run, with the samples of a group in a row. All of the lengths come in a
+    random order, then all of them in another one. The orders are the same in every call. The lengths of a group are
+    independent of each other."""
     order, pool, found = random.Random(0), list(lengths), list[int]()
     while len(found) < samples:
         order.shuffle(pool)
@@ -183,7 +187,7 @@ def lengths_of_run(lengths: Sequence[int], samples: int) -> list[int]:
 
 
 def usual_rollouts(lengths: Sequence[int], queue: Queue, steps: int = STEPS) -> RolloutCounts:
-    """Return the counts of `steps` steps amid a run whose samples have these lengths, by `lengths_of_run`."""
+    """Return the counts of `steps` steps in the middle of a run with these sample lengths, by `lengths_of_run`."""
     around = 2 * -(-queue.in_flight // queue.questions)
     run = lengths_of_run(lengths, (steps + 2 * around) * queue.group * queue.questions)
     return sum(count_rollouts(run, queue)[around:-around], RolloutCounts())
@@ -197,10 +201,12 @@ def predicted_rollout_s(
     a_token: float = 1.0,
     stale_cache: bool = False,
 ) -> float:
-    """Return the seconds that are expected of a rollout, its prefills included, in the mean of counted ones. prompt:
-    tokens that a group has in common. a_token: positions of a sample's own for each token that it draws, more than 1
-    where searches bring some. stale_cache: nothing is prefilled again. All decode steps take the mean of own positions,
-    in which their time is linear."""
+    """Return the predicted seconds of a rollout with its prefills, as the mean over the counted ones.
+
+    prompt: tokens shared by a group. a_token: positions of a sample's own per token that it draws, more than 1 if
+    searches add some. stale_cache: nothing is prefilled again. All decode steps use the mean of own positions, because
+    their time is linear in it.
+    """
     own = max(round(a_token * counts.positions / max(counts.drawn, 1)), 1)
     decoding = sum(
         many * predicted_decode_s(config, DecodeShape(batch=busy, group=group, shared=prompt, own=own), rates)
@@ -212,15 +218,14 @@ def predicted_rollout_s(
 
 
 def tokens_again(counts: RolloutCounts, prompt: int, a_token: float = 1.0) -> float:
-    """Return the tokens that are prefilled once more because older weights computed their keys and values."""
+    """Return the number of tokens that are prefilled again because older weights computed their keys and values."""
     return a_token * counts.tokens_again + prompt * counts.prompts_again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRollout:
-    """A step's rollout on one GPU, in the mean. in_flight: groups begun and not yet trained on, at most. busy: slots in
-    a decode step. staleness, max_staleness: of tokens that are trained on, in updates. tokens_again: prefilled once
-    more."""
+    """The mean rollout of a step on one GPU. in_flight: maximum groups started and not yet trained on. busy: slots per
+    decode step. staleness, max_staleness: of trained tokens, in updates. tokens_again: tokens prefilled again."""
 
     in_flight: int
     seconds: float
@@ -233,9 +238,9 @@ class PredictedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """Rollouts of samples that draw `mean` tokens in the mean and `longest` at most. sigma: of the lognormal
-    distribution that is assumed; None: the lengths were given. slots: samples decoded at once, at most. whole: without
-    rollout.partial. partial: with it, as the recipe has it, or with its defaults where the recipe has it off."""
+    """Rollouts of samples with `mean` tokens in the mean and `longest` at most. sigma: of the assumed lognormal
+    distribution; None: the lengths were given. slots: maximum samples decoded at once. whole: without rollout.partial.
+    partial: with it, by the recipe's settings, or by the defaults if the recipe has it off."""
 
     mean: float
     longest: int
@@ -248,8 +253,8 @@ class Tail:
 def predicted_tail(
     config: ModelConfig, s: PlanSetting, rates: DeviceRates, lengths: Sequence[int] | None = None
 ) -> Tail:
-    """Return what is expected of a recipe's rollouts. lengths: tokens that samples drew; None: a lognormal distribution
-    with `SIGMA`, whose mean is `MEAN_SHARE` of what a sample may draw."""
+    """Return the predicted rollouts of a recipe. lengths: tokens drawn per sample; None: a lognormal distribution with
+    `SIGMA` and a mean of `MEAN_SHARE` times the maximum of a sample."""
     links, own_rates = link_rate(rates, s.gpus), rates_of_item(rates, s.item)
     sending = 0.0 if links is None else sent_bytes(config, s)["rollout"] / links
     a_token = s.own / s.sampled
@@ -281,7 +286,7 @@ def predicted_tail(
 
 
 def read_lengths(path: str | Path) -> list[int]:
-    """Return the tokens that the policy wrote in each stored trajectory of a file. UserError where it has none, or only
+    """Return the number of policy tokens of each stored trajectory in a file. UserError if there are none, or only
     text."""
     found = []
     for number, record in read_records(path, remedy=ON_PURPOSE):

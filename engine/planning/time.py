@@ -1,19 +1,19 @@
-"""Seconds of a step: the floor on a chip, what is predicted of it, and data sheets of the chips.
+"""Seconds of a step: the floor on a chip, the prediction, and data sheets of the chips.
 
-docs/gpu.md, Floors and predictions, has the formulas of a decode step and of an update, and the shares of the floors
-that are expected; docs/scale.md has those of a step of a recipe, of which every trajectory is as long as its limits let
-it, and what several GPUs send each other. A kind of work costs arithmetic at the chip's peak or memory traffic at its
-bandwidth, whichever takes longer; times of several kinds are added. Floors do not count norms, rotations and sampling
-(fused), activations' traffic, gaps between launches, the host, searches, judges, evaluations. What is predicted of a
-decode step has a term for some of these, fitted to an H200; the rest are assumed shares of the floors.
+docs/gpu.md, Floors and predictions, has the formulas of a decode step and of an update, and the expected shares of the
+floors. docs/scale.md has those of a step of a recipe with all trajectories at their maximum length, and the traffic
+between several GPUs. A kind of work costs arithmetic at the chip's peak or memory traffic at its bandwidth, whichever
+takes longer; times of several kinds are added. Floors do not count norms, rotations and sampling (fused), activation
+traffic, gaps between launches, the host, searches, judges, evaluations. The prediction of a decode step has a term for
+some of these, fitted to an H200; the other predictions are assumed shares of the floors.
 
 Data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800 SXM
 (an H100 with slower NVLink), H200 SXM. Peak is that of dense bfloat16 products with float32 sums: SMs x products a
 cycle of one x the boost clock. NVLink, both directions together, of which one is half: A100 600 GB/s, A800 400, H100
-and H200 900, H800 400; the H100 PCIe's PCIe 5.0 x16: 128. The latency of a load that misses every cache, in cycles:
-Luo et al. 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", table of
-memory latencies: 466 on an A100, 479 on an H100; the H200 is taken for an H100 with other memory. Little's law, bytes
-in flight = latency x bandwidth: the latency is that of an idle memory, so the product is necessary and not sufficient.
+and H200 900, H800 400; the H100 PCIe's PCIe 5.0 x16: 128. The latency of a load that misses every cache, in cycles: Luo
+et al. 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", table of memory
+latencies: 466 on an A100, 479 on an H100; the H200 is assumed to be an H100 with other memory. Little's law, bytes in
+flight = latency x bandwidth, uses the latency of an idle memory, so the product is necessary and not sufficient.
 """
 
 import math
@@ -44,21 +44,21 @@ from thresher.kernels.objective import OF_ROWS
 from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
-# Of the floor of a decode step on a GPU, and the seconds a layer that do not shrink with the work, by whether sequences
-# share a prefix: fitted to six shapes on an H200 (docs/gpu.md), which they miss by 9% at most.
+# Share of the floor that a decode step reaches on a GPU, and the seconds per layer that do not shrink with the work, by
+# whether sequences share a prefix: fitted to six shapes on an H200 (docs/gpu.md), with errors of at most 9%.
 DECODE_SHARE, LAYER_SECONDS = 0.69, {False: 18e-6, True: 48e-6}
-# Of a decode step's floor on a CPU, whose rates `plan --measure` takes, assumed: (weights, share) twice, between them
-# by the logarithm of the weights.
+# Assumed share of the floor that a decode step reaches on a CPU, with rates of `plan --measure`: two points (weights,
+# share), interpolated by the logarithm of the weights.
 ASSUMED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
-# Of its own floor, of a kind of an update's work. layers: matmuls, with the elementwise kernels between them.
+# Share of its floor that each kind of an update's work reaches. layers: matmuls and elementwise kernels.
 UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0.60, "optimiser": 0.80}
-ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
-STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
+ADAMW_BYTES = 30  # per weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
+STATE_BYTES = 22  # per weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
 LOWEST_SHARE = 0.1
 
 
 class DeviceRates(Protocol):
-    """The work that a chip does in a second: of a data sheet, or measured."""
+    """The rates of a chip, from a data sheet or measured."""
 
     @property
     def flops_per_s(self) -> float: ...
@@ -68,7 +68,7 @@ class DeviceRates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """DeviceRates for bfloat16's two bytes an element, in which costs count."""
+    """DeviceRates for elements of two bytes (bfloat16), the unit of costs."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -77,7 +77,7 @@ class MeasuredRates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """A GPU. flops_per_s: dense bfloat16, multiplications and additions. memory and bytes_per_s: of its HBM.
-    link_bytes_per_s: to the other GPUs of its machine, a direction."""
+    link_bytes_per_s: to the other GPUs of its machine, in one direction."""
 
     name: str
     capability: int
@@ -91,7 +91,7 @@ class Chip:
 
     @property
     def bytes_in_flight_per_sm(self) -> float:
-        """Bytes that Little's law asks of one multiprocessor to fill the memory's bandwidth."""
+        """Return the bytes in flight per multiprocessor that fill the memory bandwidth, by Little's law."""
         return self.latency_cycles / self.clock_hz * self.bytes_per_s / self.sms
 
 
@@ -105,19 +105,19 @@ _EVERY = (
     _HOPPER(name="H200", memory=141 * GB, bytes_per_s=4.8 * TB, link_bytes_per_s=450 * GB),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _EVERY}
-# No prediction is made for these, but a bench may run on them.
+# Predictions are not made for these, but a bench may run on them.
 _H800 = _HOPPER(name="H800", memory=80 * GB, bytes_per_s=3.35 * TB, link_bytes_per_s=200 * GB)
 _PCIE = _HOPPER(name="H100-PCIe", memory=80 * GB, bytes_per_s=2.0 * TB, link_bytes_per_s=64 * GB)
 _PCIE = replace(_PCIE, sms=114, clock_hz=1.755e9, flops_per_s=756 * TERA)
 
 
 def fastest(capability: int) -> Chip:
-    """Return the chip of this compute capability whose memory asks for most bytes in flight."""
+    """Return the chip of this compute capability whose memory needs the most bytes in flight."""
     return max((chip for chip in CHIPS.values() if chip.capability == capability), key=lambda chip: chip.bytes_per_s)
 
 
 def this_chip(device: torch.device) -> Chip | None:
-    """Return the chip that a device is, by its name and memory; None for one that is not known here."""
+    """Return the chip of a device, by its name and memory; None if it is unknown."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -129,7 +129,7 @@ def this_chip(device: torch.device) -> Chip | None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A kind of work, and what it takes."""
+    """A kind of work: its operations and its bytes of memory traffic."""
 
     name: str
     flops: float
@@ -141,7 +141,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """batch sequences, each with `shared` positions that its group of `group` has in common and `own` others."""
+    """The shape of a decode step. Each of `batch` sequences has `shared` positions in common with its group of `group`
+    sequences, and `own` others."""
 
     batch: int = 256
     group: int = 1
@@ -154,20 +155,23 @@ class DecodeShape:
 
     @property
     def shares(self) -> bool:
-        """Whether sequences have positions in common."""
+        """Return whether sequences have positions in common."""
         return self.group > 1 and self.shared > 0
 
     @property
     def positions(self) -> float:
-        """Positions whose keys and values are read in a step."""
+        """Return the number of positions whose keys and values are read in a step."""
         return self.batch * (self.own + self.shared / self.group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """trajectories of `length` tokens, `sampled` of them by the policy; both may be means. full: all weights are
-    trained, else adapters, whose own work is left out. reference: whether there is one. checkpointed: whether the
-    backward computes activations anew. head_first: how often the head computes log-probs before the gradient."""
+    """The shape of an update: trajectories of `length` tokens, `sampled` of them by the policy; both may be means.
+
+    full: all weights are trained, else adapters, whose own work is not counted. reference: whether there is one.
+    checkpointed: whether the backward recomputes activations. head_first: how often the head computes log-probs before
+    the gradient.
+    """
 
     trajectories: float = 256
     length: int = 1500
@@ -192,14 +196,16 @@ def decode_costs(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
     )
     if not config.delta_layers:
         return costs
-    # Each state is read once and written once; a product of two rows with it, and one that it gains.
+    # Each state is read once and written once; two of its products are with rows, and one adds to it.
     states = DeltaStates.bytes_needed(config, BF16) * shape.batch
     return *costs, Cost("states", 3 * 2 * states / FP32, 2 * states)
 
 
 def delta_flops(config: ModelConfig) -> float:
-    """Return the products of the gated delta rule by chunks (kernels/delta/rule.py), a token: k k^T and q k^T, the
-    solve, w S, q S and P x, and the state's gain."""
+    """Return the operations per token of the gated delta rule in chunks (kernels/delta/rule.py).
+
+    These are k k^T and q k^T, the solve, w S, q S and P x, and the update of the state.
+    """
     shape = config.delta
     if shape is None:
         return 0.0
@@ -207,13 +213,13 @@ def delta_flops(config: ModelConfig) -> float:
 
 
 def delta_flops_of(heads: int, key_dim: int, value_dim: int) -> float:
-    """Return `delta_flops` of one layer."""
+    """Return the `delta_flops` of one layer."""
     inside = 2 * key_dim + (key_dim + value_dim) / 2 + value_dim  # times the tokens of a chunk
     return heads * 2 * (inside * CHUNK + 3 * key_dim * value_dim)
 
 
 def update_costs(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
-    """Return the work of one update, a token."""
+    """Return the work of one update, per token."""
     layers, head = layer_weights(config), head_weights(config) * shape.sampled / shape.length
     attention = 4 * config.attention_layers * query_width(config) * shape.length / 2 + delta_flops(config)
     products = 6 if shape.full else 4
@@ -232,7 +238,7 @@ def floor_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
 
 
 def predicted_decode_s(config: ModelConfig, shape: DecodeShape, rates: DeviceRates) -> float:
-    """Return the seconds that are expected of a decode step."""
+    """Return the predicted seconds of a decode step."""
     floor = floor_s(decode_costs(config, shape), rates)
     if isinstance(rates, Chip):
         return floor / DECODE_SHARE + config.num_hidden_layers * LAYER_SECONDS[shape.shares]
@@ -243,7 +249,7 @@ def predicted_decode_s(config: ModelConfig, shape: DecodeShape, rates: DeviceRat
 
 
 def predicted_prefill_s(config: ModelConfig, tokens: float, rates: DeviceRates) -> float:
-    """Return the seconds that are expected of a prefill, by the matrices of its layers alone."""
+    """Return the predicted seconds of a prefill, from the matrices of its layers only."""
     return 2 * layer_weights(config) * tokens / rates.flops_per_s / UPDATE_SHARES["layers"]
 
 
@@ -252,24 +258,24 @@ def predicted_update_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
 
 
 def predicted_mfu(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
-    """Return the model flops a second of an update's costs, as a share of peak."""
+    """Return the model FLOPs per second of an update, as a share of peak."""
     useful = sum(cost.flops for cost in costs if cost.name != "reference")
     return useful / predicted_update_s(costs, chip) / chip.flops_per_s
 
 
 def decode_bytes(config: ModelConfig, shape: DecodeShape) -> float:
-    """Return the bytes that a decode step's weights, keys and values take."""
+    """Return the bytes of a decode step's weights, keys and values."""
     embedding = trained_weights(config) - layer_weights(config) - head_weights(config)
     return sum(cost.bytes for cost in decode_costs(config, shape)) + BF16 * embedding
 
 
 def state_bytes(config: ModelConfig) -> float:
-    """Return the bytes that full fine-tuning keeps for weights, gradients, moments and the reference."""
+    """Return the bytes of weights, gradients, moments and the reference in full fine-tuning."""
     return STATE_BYTES * trained_weights(config)
 
 
 def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
-    """Return {"rollout": .., "update": ..}, the bytes that a rank sends in a step, and receives; 0 alone."""
+    """Return {"rollout": .., "update": ..}, the bytes that a rank sends (and receives) per step; 0 for one rank."""
     whole = s.item * all_weights(config)
     layers = s.item * in_layers(config)
     tokens, _ = micro_batch(s)
@@ -293,13 +299,13 @@ def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, ch
 
 
 def rates_of_item(rates: DeviceRates, item: int) -> DeviceRates:
-    """Return the rates of a model whose elements have `item` bytes, for costs that count bfloat16's two."""
+    """Return rates for elements of `item` bytes, to use with costs that count two bytes per element."""
     a_byte = rates.bytes_per_s * BF16 / item
     return replace(rates, bytes_per_s=a_byte) if isinstance(rates, Chip) else MeasuredRates(rates.flops_per_s, a_byte)
 
 
 def link_rate(rates: DeviceRates, gpus: int) -> float | None:
-    """Return the bytes a second that a GPU sends to the others; None with one GPU, and where it is not known."""
+    """Return the bytes per second that a GPU sends to the others; None with one GPU, or if unknown."""
     return rates.link_bytes_per_s if gpus > 1 and isinstance(rates, Chip) else None
 
 
@@ -313,8 +319,8 @@ def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
 
 
 def _head_first(s: PlanSetting) -> float:
-    """Return in which share of its updates the loss needs the log-probs of whole sequences or turns before a gradient.
-    The guard holds nothing in a batch's first, but for tokens of earlier weights."""
+    """Return the share of updates in which the loss needs log-probs of whole sequences or turns before a gradient. In
+    the first update of a batch, the guard has no effect except on tokens of earlier weights."""
     grpo = s.grpo
     if surrogate_name(grpo.objective) not in OF_ROWS or (grpo.guard != "none" and s.rollout.partial):
         return 1.0
@@ -323,7 +329,7 @@ def _head_first(s: PlanSetting) -> float:
 
 def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> float:
     tokens = s.groups * s.computed_tokens
-    whole = tokens / s.length  # fewer trajectories where prompts are computed once, each with more rows in the loss
+    whole = tokens / s.length  # fewer trajectories if prompts are computed once, each with more rows in the loss
     shape = UpdateShape(
         trajectories=whole / s.grpo.updates_per_batch,
         length=s.length,

@@ -1,4 +1,4 @@
-"""An episode in tokens: passages cut to fit, text encoded, segments with their sources.
+"""Episodes as tokens: passages cut to fit, text encoded, segments with their sources.
 
-Whatever decides which tokens a model sees may come in; nothing that computes with a model.
+It holds code that decides which tokens a model sees, and no code that computes with a model.
 """

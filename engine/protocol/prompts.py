@@ -1,10 +1,10 @@
-"""Prompts: encode questions, passages and text of the engine into token ids, here and nowhere else.
+"""Prompts: encoding of questions, passages and engine text into token ids, which no other module does.
 
 Templates may emit control tokens and tags. Questions, passages and feedback may not: they are encoded as plain text,
-and every tag of the system's grammar in them is escaped after rendering, so that no two pieces can join into one.
-Passages of a prompt beyond `rollout.max_passage_tokens` are cut before the rollout, so that what is stored, rewarded
-and measured is what was shown: the longest first, until all that are cut have the same share. A search's passages are
-cut to the same budget, the tags around them never.
+and every tag of the system's grammar in them is escaped after rendering, so that no two pieces can join into a tag.
+Passages of a prompt beyond `rollout.max_passage_tokens` are cut before the rollout, so that the passages that are
+stored, rewarded and measured are those shown. The longest are cut first, until all cut ones have the same share. A
+search's passages are cut to the same budget; the tags around them are never cut.
 """
 
 import re
@@ -27,15 +27,15 @@ from thresher.rewards.text import contains_answer
 _QUESTION = "\ue000question\ue000"
 _PASSAGES = "\ue000passages\ue000"
 CUT_OFF = " [cut off]"  # ends a tool's result that is longer than its limit
-MOST_CHARACTERS = 64  # of a token, on average, beyond which a tool's result is not encoded to see what fits
+MOST_CHARACTERS = 64  # per token, on average: text of a tool beyond this is cut off before it is encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """Renders one system's texts into ids.
+    """Render one system's texts into ids.
 
-    k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search,
-    and of a prompt's passages.
+    k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search's
+    passages, and of a prompt's passages.
     """
 
     tokenizer: Tokenizer
@@ -67,13 +67,13 @@ class Renderer:
         return self.begin(ids) + ids
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return the ids that the model expects before a prompt of these ids: none in a chat, whose template has
-        written it, nor where they begin with it."""
+        """Return the ids that the model expects before a prompt of these ids. There are none in a chat, whose template
+        has written them, and none if the prompt begins with them."""
         expected = list(self.tokenizer.begin_ids)
         return [] if self.chat or ids[: len(expected)] == expected else expected
 
     def _given(self, passages: Sequence[Passage]) -> list[int]:
-        """Return a prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""
+        """Return the ids of a prompt's passages. UserError if they exceed their budget: every cut is recorded."""
         ids = self.passages(passages)
         if len(ids) > self.max_passage_tokens:
             raise UserError(
@@ -83,7 +83,7 @@ class Renderer:
         return ids
 
     def passages(self, passages: Sequence[Passage]) -> list[int]:
-        """Return passages one a line, as a prompt shows them, of whatever length."""
+        """Return the ids of passages, one per line as in a prompt, without a limit of length."""
         try:
             return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
         except UnencodableText:
@@ -95,13 +95,13 @@ class Renderer:
             raise
 
     def line_tokens(self, number: int, passage: Passage) -> int:
-        """Return the tokens of one passage's line, with the break before it."""
+        """Return the number of tokens of one passage's line, with the line break before it."""
         line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
         return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
     def retrieved(self, request: Retrieved) -> tuple[list[int], int]:
-        """Return a search's passages, or the text in their place, between their tags; and how many of their tokens the
-        budget cut off."""
+        """Return the ids of a search's passages, or of the text in their place, between their tags. Return also how
+        many of their tokens the budget cut off."""
         if isinstance(request.hits, str):
             passages = self.tokenizer.encode(escape_tags(request.hits, self.tags))
         else:
@@ -110,8 +110,8 @@ class Renderer:
         return encode(request.before) + passages[:most] + encode(request.after), max(len(passages) - most, 0)
 
     def cut_text(self, text: str, most: int | None) -> str:
-        """Return a tool's text as it is if it has at most `most` tokens (None: the budget of a search); else what fits
-        of it before CUT_OFF."""
+        """Return a tool's text unchanged if it has at most `most` tokens (None: the budget of a search). Otherwise
+        return the part that fits, followed by CUT_OFF."""
         most = self.max_passage_tokens if most is None else min(most, self.max_passage_tokens)
         encode = self.tokenizer.encode
         head = text[: MOST_CHARACTERS * most]
@@ -126,14 +126,14 @@ class Renderer:
         return template(request.before) + text + template(request.after)
 
     def edges(self, request: Retrieved | Feedback) -> tuple[int, int]:
-        """Return how many ids at the beginning and at the end of a request's are of its template text."""
+        """Return the numbers of ids at the beginning and end of a request's that belong to its template text."""
         return len(self.tokenizer.encode_template(request.before)), len(self.tokenizer.encode_template(request.after))
 
 
 @lru_cache(maxsize=8)
 def check_call_format(tokenizer: Tokenizer, chat: bool) -> None:
-    """Raise UserError where prompts are no chat, or the model's chat template does not write what engine/chat_calls.py
-    appends between turns."""
+    """Raise UserError if prompts are no chat, or if the model's chat template writes other text between turns than
+    engine/chat_calls.py appends."""
     if not chat:
         raise UserError(
             'the system shows its tools by the model\'s chat template; set model.prompt = "chat", and where a server '
@@ -150,7 +150,7 @@ def check_call_format(tokenizer: Tokenizer, chat: bool) -> None:
 
 
 def check_passage_format(passage_format: str) -> None:
-    """Raise UserError for a format that cannot be filled, or that leaves the passage's text out."""
+    """Raise UserError for a format that cannot be filled, or that leaves out the passage's text."""
     try:
         filled = passage_format.format(number=1, title="", text=_QUESTION)
     except (LookupError, ValueError, AttributeError) as error:
@@ -163,7 +163,7 @@ def check_passage_format(passage_format: str) -> None:
 
 
 def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
-    """Return passages as the policy sees them, one a line, before tags are escaped."""
+    """Return passages as the policy sees them, one per line, before tags are escaped."""
     return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
 
 
@@ -172,7 +172,7 @@ def passage_line(number: int, passage: Passage, passage_format: str) -> str:
 
 
 def first_prompt(system: System, question: Question, config: EpisodeConfig) -> Prompt:
-    """Return the episode's first request; TypeError for one that does not begin with a prompt."""
+    """Return the episode's first request. TypeError if it is not a Prompt."""
     request = next(system.episode(question, config))
     if not isinstance(request, Prompt):
         raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
@@ -181,8 +181,8 @@ def first_prompt(system: System, question: Question, config: EpisodeConfig) -> P
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Questions with passages as their prompts show them; how many questions and passages were cut for it, and to how
-    many tokens a question."""
+    """Questions with the passages that their prompts show, and the numbers of questions and passages that were cut.
+    budget: passage tokens per question."""
 
     questions: list[Question]
     cut_questions: int
@@ -194,7 +194,7 @@ class PromptBatch:
         return PromptBatch([*self.questions, *other.questions], *cut, self.budget)
 
     def warning(self) -> str | None:
-        """Say what was cut, in a sentence; None where nothing was."""
+        """Return a sentence on what was cut; None if nothing was."""
         if not self.cut_questions:
             return None
         return (
@@ -206,9 +206,9 @@ class PromptBatch:
 def truncate_passages(
     questions: Sequence[Question], system: System, config: EpisodeConfig, renderer: Renderer
 ) -> PromptBatch:
-    """Return the questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
+    """Return the questions, with the passages of their prompts cut to fit; passages not shown stay unchanged.
 
-    UserError where a budget is too small for the form of a question's passages alone.
+    UserError if a budget is too small for the format of a question's passages alone.
     """
     fitted: list[Question] = []
     cut_questions = cut_passages = 0
@@ -227,8 +227,8 @@ def truncate_passages(
 
 
 def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:
-    """Return passages whose lines have `renderer.max_passage_tokens` together, at most; those that need no cut as they
-    are."""
+    """Return passages whose lines together have at most `renderer.max_passage_tokens` tokens. Passages that need no cut
+    are returned unchanged."""
     budget = renderer.max_passage_tokens
     if len(renderer.passages(passages)) <= budget:
         return tuple(passages)
@@ -244,12 +244,11 @@ def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tu
         found = tuple(passage for passage in kept if passage is not None)
         if len(renderer.passages(found)) <= budget:
             return found
-        share -= 1  # side by side, lines may take a token more than one by one
+        share -= 1  # joined lines may take more tokens than the lines one by one
 
 
 def _share(lengths: Sequence[int], budget: int) -> int:
-    """Return the largest bound on each length under which they sum to `budget` at most; no more than the largest of
-    them."""
+    """Return the largest bound on each length with which they sum to at most `budget`; at most the largest length."""
     share = 0
     for place, length in enumerate(sorted(lengths)):
         share = budget // (len(lengths) - place)
@@ -260,8 +259,8 @@ def _share(lengths: Sequence[int], budget: int) -> int:
 
 
 def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passage | None:
-    """Return the passage with as many whole tokens of its text as leave its line `share` tokens, at most; if no text
-    does, with as many of its title. None where the format alone takes more."""
+    """Return the passage with as many whole tokens of its text as fit into a line of `share` tokens. If its line does
+    not fit without any text, the title is cut too. None if the format alone takes more."""
     if renderer.line_tokens(number, passage) <= share:
         return passage
     for part in ("text", "title"):
@@ -280,14 +279,14 @@ def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passa
 
 
 def _headed(passage: Passage, part: str, ids: Sequence[int], renderer: Renderer) -> Passage:
-    """Return the passage with these tokens for its text or title; a character that they end within is left out."""
+    """Return the passage with these tokens as its text or title; an incomplete character at their end is left out."""
     return replace(passage, **{part: renderer.tokenizer.decode_bytes(ids).decode("utf-8", "ignore")})
 
 
 def with_passages(questions: Sequence[Question], retriever: Retriever | None, k: int) -> list[Question]:
-    """Return the questions, those without passages given the `k` best that one call of the retriever finds.
+    """Return the questions; those without passages get the `k` best that one call of the retriever finds.
 
-    What is retrieved has no gold indices. UserError for a question without passages where there is no retriever.
+    Retrieved passages have no gold indices. UserError for a question without passages if there is no retriever.
     """
     bare = [question for question in questions if not question.passages]
     if not bare:
@@ -307,18 +306,18 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
 
 
 def noise_pool(questions: Sequence[Question], retriever: Retriever | None) -> Sequence[Passage]:
-    """Return the passages that noise is drawn from: the corpus where it is at hand (a server keeps its own), else what
-    all questions bring."""
+    """Return the passages from which noise is drawn: the corpus if the retriever has it in this process (a server keeps
+    its own), else the passages of all questions."""
     corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)
     return [passage for question in questions for passage in question.passages] if corpus is None else corpus
 
 
 def with_noise(questions: Sequence[Question], pool: Sequence[Passage], count: int, seed: int) -> list[Question]:
-    """Add noise, EviOmni's test: `count` irrelevant passages more for each question, at places drawn by (seed,
+    """Add `count` irrelevant passages to each question, as in EviOmni's noise test, at places drawn by (seed,
     question).
 
-    Irrelevant is a passage of `pool` that the question does not show yet and that holds none of its gold answers. Gold
-    indices follow their passages. UserError where the pool has too few.
+    A passage of `pool` is irrelevant if the question does not show it yet and it contains none of the gold answers.
+    Gold indices follow their passages. UserError if the pool has too few.
     """
     return [_noisy(question, pool, count, seed) for question in questions] if count else list(questions)
 
@@ -327,7 +326,7 @@ def _noisy(question: Question, pool: Sequence[Passage], count: int, seed: int) -
     rng = Random(f"noise {seed} {question.id}")
     shown = {passage.text for passage in question.passages}
     added: list[Passage] = []
-    for _ in range(100 * count):  # drawn rather than filtered: the pool may be all of Wikipedia
+    for _ in range(100 * count):  # drawn rather than filtered, because the pool may be all of Wikipedia
         if len(added) == count:
             break
         passage = pool[rng.randrange(len(pool))] if pool else None

@@ -1,11 +1,11 @@
 """A trajectory: one sample of a question, as segments of token ids with their sources.
 
-Text is decoded from tokens and never encoded back, so what was sampled is exactly what is trained on. The loss mask,
-the stops, the actions and the answer follow from the segments. `check_trajectory` states the invariants.
+Text is decoded from tokens and never encoded back, so training uses exactly the tokens that were sampled. The loss
+mask, the stops, the actions and the answer follow from the segments. `check_trajectory` states the invariants.
 
-A PROMPT segment begins a context: what came before it in the list is not in the context any more. Most trajectories are
-one context; one that folds has several. `contexts` splits them, and `trained_contexts` is what an update trains: each
-sampled token once, in the context that it was sampled in.
+A PROMPT segment begins a context: the segments before it are no longer in the context. Most trajectories are one
+context; one that folds has several. `contexts` splits them, and `trained_contexts` returns what an update trains: each
+sampled token once, in the context in which it was sampled.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ from thresher.rewards.reward import Source, TextSegment
 class Segment:
     """Token ids from one source. `logprobs` holds, for POLICY only, each id's log-probability when it was sampled.
 
-    `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the
-    last token holds after that tag: the token is kept whole, and its trailing bytes stay in the turn. `edges` are how
-    many ids at the beginning and end of RETRIEVED or FEEDBACK are of template text. `versions` says, for POLICY where
-    several weights may have drawn it (rollout.partial), which did: (version, ids) in order, a version being the number
+    `stop` is the tag that ended a POLICY turn (None if it ended otherwise). `trailing` is the number of bytes of the
+    last token after that tag: the token is kept whole, and its trailing bytes stay in the turn. `edges` are the numbers
+    of ids at the beginning and end of RETRIEVED or FEEDBACK that belong to template text. `versions` is used for POLICY
+    if several weights may have drawn it (rollout.partial): (version, number of ids) in order. A version is the number
     of steps that the weights had learned.
     """
 
@@ -41,18 +41,18 @@ class Segment:
 class Trajectory:
     """One sampled answer to one question.
 
-    segments: all contexts one behind the other; each begins with a PROMPT segment.
+    segments: all contexts in order; each begins with a PROMPT segment.
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
-    branches: what the policy wrote in branches and calls. Not in ids(); in the loss only where the branch is `trained`.
+    branches: text of the policy in branches and calls. Not in ids(); in the loss only if the branch is `trained`.
     tools: each call of a tool with its result, in order: name, arguments, text, error.
-    scores: each text that was scored, in order: context (template text behind the present context; None: one of its
-    own), text, logprobs (one a token, in nats), and turns, how many POLICY segments came before.
-    from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
-    forked: (sample, turns): it went on from the end of that sample's turn number `turns`, in the same group. Its first
-    `turns` POLICY segments are copies, trained in the sample that wrote them: that one, or one that it went on from
-    itself. None: all are its own.
-    trained: of a branch: what was sampled in it is in the loss, or where it was taken over (`forked`) in that of the
-    sample that wrote it.
+    scores: each text that was scored, in order: context (template text after the present context; None: a separate
+    one), text, logprobs (one per token, in nats), and turns, the number of POLICY segments before it.
+    from_api: a server wrote the turns and returned neither ids nor log-probs; ids are those of the returned text.
+    forked: (sample, turns): it continues from the end of that sample's turn number `turns`, in the same group. Its
+    first `turns` POLICY segments are copies, trained in the sample that wrote them: that sample, or one from which
+    that sample continued. None: all segments are its own.
+    trained: of a branch: tokens sampled in it are in the loss; if it was taken over (`forked`), they are in the loss
+    of the sample that wrote it.
     """
 
     question_id: str
@@ -70,7 +70,7 @@ class Trajectory:
 
     @property
     def in_loss(self) -> bool:
-        """Return whether this branch is trained as one of its trajectory."""
+        """Return whether this branch is trained as a branch of its trajectory."""
         return self.trained and self.forked is None
 
     def ids(self) -> list[int]:
@@ -80,7 +80,7 @@ class Trajectory:
         return sum(len(segment.ids) for segment in self.segments)
 
     def policy_positions(self) -> list[int]:
-        """Return the positions in `ids()` of the tokens that the policy sampled; `trained_contexts` has those of the
+        """Return the positions in `ids()` of the tokens that the policy sampled. `trained_contexts` lists those in the
         loss."""
         rows: list[int] = []
         at = 0
@@ -100,11 +100,11 @@ class Trajectory:
         return sum(len(segment.ids) for segment in self.segments if segment.source is source)
 
     def pieces(self, tokenizer: Tokenizer) -> list[TextSegment]:
-        """Return the form that rewards read: bytes with their sources."""
+        """Return the segments in the form that rewards read: bytes with their sources."""
         return [TextSegment(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the record of the run folder: the text of every segment beside the exact ids, where they are known."""
+        """Return the record for the run folder: the text of every segment, and the exact ids if they are known."""
         record = {
             "id": self.question_id,
             "group": self.group,
@@ -135,7 +135,7 @@ class Trajectory:
 
 
 def are_scores(found: Any) -> bool:
-    """Return whether a value that was read is a list of scores as `Trajectory.scores` has them."""
+    """Return whether a value read from a file is a list of scores as in `Trajectory.scores`."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -168,15 +168,15 @@ def contexts(trajectory: Trajectory) -> list[list[Segment]]:
 
 
 def present_ids(trajectory: Trajectory) -> list[int]:
-    """Return the ids of the context that the trajectory is in, its last."""
+    """Return the ids of the trajectory's present context, which is its last."""
     return [token for segment in contexts(trajectory)[-1] for token in segment.ids]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedContext:
-    """A context with the tokens that are trained in it: the positions of these in `ids`, and their log-probs when they
-    were sampled. branch: the name of the branch that it is; None: a context of the trajectory itself. versions: of the
-    weights that drew the tokens, as of a Segment."""
+    """A context with its trained tokens: their positions in `ids`, and their log-probs when they were sampled. branch:
+    name of the branch; None: a context of the trajectory itself. versions: of the weights that drew the tokens, as in
+    Segment."""
 
     ids: list[int]
     positions: list[int]
@@ -185,13 +185,13 @@ class TrainedContext:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def drawn_before(self, version: int) -> int:
-        """Return how many of its trained tokens, the first ones, weights before this version drew."""
+        """Return the number of trained tokens that older weights than this version drew; they come first."""
         return sum(count for drawn_by, count in self.versions if drawn_by < version)
 
 
 def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
-    """Return what an update trains of a trajectory: its own contexts, then its trained branches, in order. A context
-    without a trained token is left out. Turns that another sample wrote (`forked`) are context alone."""
+    """Return the contexts that an update trains: those of the trajectory, then its trained branches, in order. A
+    context without a trained token is left out. Turns that another sample wrote (`forked`) are context only."""
     inherited = trajectory.forked[1] if trajectory.forked else 0
     found = []
     for segments in contexts(trajectory):
@@ -204,25 +204,25 @@ def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
 
 
 def inherited_tokens(trajectory: Trajectory) -> int:
-    """Return the number of sampled tokens of its turns that another sample wrote (`forked`)."""
+    """Return the number of sampled tokens in turns that another sample wrote (`forked`)."""
     count = trajectory.forked[1] if trajectory.forked else 0
     return sum(len(turn.ids) for turn in islice(turns(trajectory), count))
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Return how many tokens were sampled for a trajectory and its branches, without those that it took over."""
+    """Return the number of tokens sampled for a trajectory and its branches, without inherited ones."""
     own = [trajectory, *(branch for branch in trajectory.branches.values() if branch.forked is None)]
     return sum(one.count(Source.POLICY) for one in own) - inherited_tokens(trajectory)
 
 
 def inherited_trained_tokens(trajectory: Trajectory) -> int:
-    """Return how many sampled tokens of it are trained in another sample: of turns, and of calls that were trained."""
+    """Return the number of inherited tokens that another sample trains, in turns and in trained calls."""
     calls = (branch for branch in trajectory.branches.values() if branch.trained)
     return inherited_tokens(trajectory) + sum(map(inherited_tokens, calls))
 
 
 def _trained(segments: list[Segment], inherited: int, branch: str | None = None) -> TrainedContext:
-    """Return the context of these segments. inherited: how many of its turns, from the first on, are not trained."""
+    """Return the context of these segments. inherited: number of turns at its beginning that are not trained."""
     context = TrainedContext([], [], [], branch)
     for segment in segments:
         if segment.source is Source.POLICY:
@@ -237,22 +237,22 @@ def _trained(segments: list[Segment], inherited: int, branch: str | None = None)
 
 
 def trailing_bytes(segment: Segment, tokenizer: Tokenizer) -> bytes:
-    """Return the bytes of the segment's last token behind the stop tag that ended it: they open the next turn's text
-    where nothing is appended before it."""
+    """Return the bytes of the segment's last token after its stop tag. They begin the next turn's text if nothing is
+    appended before it."""
     return tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :] if segment.trailing else b""
 
 
 def check_trajectory(
     trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int
 ) -> list[str]:
-    """List what is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
+    """Return the faults of a trajectory, one sentence each; the list is empty if every invariant holds.
 
     1. It begins with a PROMPT, each of its contexts fits `max_context`, and every id belongs to the tokenizer.
-    2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.
-    3. A turn that stopped at a tag ends `trailing` bytes behind the first of that tag. It may have begun in the bytes
-       that trail the turn before (`Turn` of engine/episode.py).
-    4. No RETRIEVED or FEEDBACK segment holds a control token, but for those of its template text.
-    5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
+    2. Every sampled id, and no other, has a log-probability, which is at most 0; turns that a server wrote have none.
+    3. A turn that stopped at a tag ends `trailing` bytes after the first occurrence of that tag. The tag may begin in
+       the trailing bytes of the turn before (`Turn` of engine/episode.py).
+    4. No RETRIEVED or FEEDBACK segment holds a control token outside its template text.
+    5. A RETRIEVED segment holds no tag except the one pair that wraps it; a FEEDBACK segment holds none.
     6. Every score has a log-prob, which is at most 0, for each token of its text.
     """
     wrong: list[str] = []
@@ -280,7 +280,7 @@ def check_trajectory(
             stop = segment.stop.encode("utf-8", "surrogatepass")
             lead = trailing_bytes(segments[number - 1], tokenizer) if number else b""
             start = len(lead + text) - segment.trailing - len(stop)
-            first = max(len(lead) - len(stop) + 1, 0)  # a tag that lies within the lead stops no turn
+            first = max(len(lead) - len(stop) + 1, 0)  # a tag that is all within the lead does not stop the turn
             last = tokenizer.token_bytes(segment.ids[-1]) if segment.ids else b""
             if start < first or (lead + text).find(stop, first) != start or segment.trailing >= len(last):
                 wrong.append(f"{name} did not end at its first {segment.stop}")

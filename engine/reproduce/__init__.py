@@ -1,1 +1,1 @@
-"""A paper's tables as commands: manifests, what has to be run for a table, and the table beside the printed one."""
+"""A paper's tables as commands: manifests, the commands that a table needs, and the table next to the printed one."""

@@ -1,40 +1,40 @@
 """The manifest of a paper, papers/NAME.toml: its tables, their rows and columns, and the printed numbers.
 
 title = "..."
-like            the name of a manifest from which models, files, sets, tunings and methods are inherited
-world_base      the base of all rows in the invented world (engine/world/stages.py); absent: "shared"
-[models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
-                served: `paper` is a server's name of it, whose address is given by --answer-url; overrides: of its
-                evaluations; prompt: of a released checkpoint, the file of [files] with the prompt that it was trained
-                under, which every row that asks it reads
+like            name of a manifest; models, files, sets, tunings and methods are inherited from it
+world_base      base model of all rows in the invented world (engine/world/stages.py); absent: "shared"
+[models.NAME]   paper: its folder at paper scale; get: how to get it; chat: prompts go through its chat template;
+                served: `paper` is the name of a server's model, whose address is given by --answer-url; overrides: for
+                its evaluations; prompt: for a released checkpoint, the file in [files] with its training prompt, which
+                every row that prompts it uses
 [files]         PATH = "how to make it": other files that recipes at paper scale read
-[sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: of its
-                questions in the invented world (absent: no such column there); noise: irrelevant passages added
-[tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
-                either format (sft.format: of questions with their answers) or kind (of thresher data sft), with
-                teacher (the file of its transcripts at paper scale, in the invented world the base's answers to the
-                training questions) or questions (their file at paper scale, in the invented world the training
-                questions; options: further flags of data sft)
+[sets.NAME]     a column: label; paper: file of questions at paper scale; get: how to make it; relations: of its
+                questions in the invented world (absent: no such column there); noise: number of irrelevant passages
+[tunings.NAME]  a supervised fine-tuning shared by rows: recipe (at paper scale), overrides (at both scales), and
+                either format (sft.format: questions with answers) or kind (of thresher data sft), with teacher
+                (file of its transcripts at paper scale; in the invented world, the base's answers to the training
+                questions) or questions (their file at paper scale, in the invented world the training questions;
+                options: further flags of data sft)
 [methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
-                with encoder, its model where that is not the row's; and those of these stages that it has, in order
-                warmup      a tuning, one for each seed
-                recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
-                            shares instead
-                extract     true: thresher extract leaves evidence of every column's passages; evidence_tokens: of
-                            it, at most; extract_overrides: of this command alone, at paper scale; agent: a model
-                            that searches, and sees evidence alone
-                generator   a tuning, one for all seeds, that answers from the evidence, or as `baseline` asks
-                Without a generator the last model of the chain answers. overrides: of its training, its extraction,
-                and the evaluation of what is no run; not of tunings; world: false where the invented world has no
-                such method; world_prompt: of a system that it asks in another's form
-[tables.NAME]   caption, measures (of a question, as thresher eval names them, or tables.read_evidence), columns
-                (names of sets), average (whether a last column has their mean), against (the label of the row that
-                others are tested against), only (a measure that is 1 of the questions that count), alone (of two
-                rows: a question counts for a row by what it has more than in the other), curves (names of charts
-                of a run's report, of all rows' trainings over each other), rows: {method, model, label, printed =
-                {measure = [a number a column, then the average]}}; same_as: a table of the manifest of `like`, from
-                which all else is taken
-[left_out]      WHAT = "why": rows and tables of the paper that have no cell here
+                with encoder, its model if it is not the row's; and any of these stages, in order:
+                warmup      a tuning per seed
+                recipe      of a training at paper scale; trained_as: a method whose warm-up and training are used
+                            instead
+                extract     true: thresher extract writes evidence from every column's passages; evidence_tokens:
+                            maximum length of the evidence; extract_overrides: of this command only, at paper
+                            scale; agent: a model that searches and sees only the evidence
+                generator   a tuning, one for all seeds, that answers from the evidence or as `baseline`
+                Without a generator, the last model of the chain answers. overrides: of its training, its extraction,
+                and of evaluations without a run; not of tunings; world: false if the invented world has no such
+                method; world_prompt: the prompt of another system to use in the world
+[tables.NAME]   caption, measures (per question, as in thresher eval or tables.read_evidence), columns (names of
+                sets), average (whether a last column has their mean), against (label of the row that other rows
+                are tested against), only (count only questions for which this measure is 1), alone (for two rows:
+                a question counts by the amount that its value exceeds the other row's), curves (names of charts
+                of a run's report, with one curve for each row's trainings), rows: {method, model, label, printed =
+                {measure = [one number per column, then the average]}}; same_as: a table of the manifest of `like`
+                that supplies all other keys
+[left_out]      WHAT = "why": rows and tables of the paper that are not reproduced
 """
 
 import tomllib
@@ -52,14 +52,14 @@ from thresher.engine.config.tables import from_dict
 from thresher.engine.scoring.endpoint import key_at
 from thresher.engine.systems import load_system
 
-INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
+INHERITED = ("models", "files", "sets", "tunings", "methods")  # sections inherited from the manifest `like`
 T = TypeVar("T")
 PAPERS = Path(str(files("thresher.engine.reproduce"))) / "papers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A model at paper scale, a folder or a server's, and how it is got; see the top of this file."""
+    """A model at paper scale, a folder or a server's model; see the top of this file."""
 
     paper: str
     get: str
@@ -95,7 +95,7 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method to train or to run; see the top of this file. `options` are the system's or the baseline's."""
+    """A method to train or to run; see the top of this file. options: of the system or the baseline."""
 
     label: str
     system: str | None = None
@@ -118,8 +118,8 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One row; printed: measure -> the paper's numbers, a column each, then the average where the table has one; "-"
-    where it has none."""
+    """One row. printed: measure -> the paper's numbers, one per column, then the average if the table has one; "-" for
+    none."""
 
     method: str
     model: str
@@ -144,7 +144,7 @@ class PaperTable:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperManifest:
-    """A whole paper. name: of its file."""
+    """A whole paper. name: the stem of its file."""
 
     name: str
     title: str
@@ -161,11 +161,11 @@ class PaperManifest:
         return row.label or self.methods[row.method].label
 
     def trains(self, row: TableRow) -> str:
-        """Return the method whose warm-up and training the row's method has, its own or another's."""
+        """Return the method whose warm-up and training this row uses, its own or the one in `trained_as`."""
         return self.methods[row.method].trained_as or row.method
 
     def named(self, tables: Sequence[str]) -> dict[str, PaperTable]:
-        """Return these tables, or all of them where none is named. Raise UserError for a name that is none."""
+        """Return these tables, or all if `tables` is empty. Raise UserError for an unknown name."""
         if unknown := [name for name in tables if name not in self.tables]:
             raise UserError(
                 f"reproduce: {self.name} has no table {unknown[0]!r} here; choose of {', '.join(self.tables)}"
@@ -178,7 +178,7 @@ def paper_names() -> list[str]:
 
 
 def read_manifest(name: str) -> PaperManifest:
-    """Return the manifest of that name. Raise UserError for another, naming those that there are."""
+    """Return the manifest with this name. Raise UserError for an unknown name, with a list of the known ones."""
     if name not in paper_names():
         raise UserError(f"reproduce: no paper {name!r}; choose one of {', '.join(paper_names())}")
     found = _read(name)
@@ -233,9 +233,11 @@ def switches_of(method: Method) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def files_of(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths that a recipe reads with these overrides (a tuple): the model, the questions, the index, and the
-    classifier of entailment where its system asks one; none where they contradict each other, which its command
-    reports."""
+    """Return the paths that a recipe reads with these overrides (a tuple, so that it can be cached).
+
+    These are the model, the questions, the index, and the entailment classifier if the system uses one; none if
+    overrides conflict, which the command itself reports.
+    """
     try:
         found = read_run_recipe(recipe, list(overrides))
     except UserError:
@@ -252,23 +254,23 @@ def files_of(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(str(path) for path in paths if path)
 
 
-FLAGS = {  # of a command: model's name, address, key
+FLAGS = {  # command -> flags for the model's name, address, key
     "eval": ("--answer-model", "--answer-url", "--answer-key-env"),
     "extract": ("--agent-name", "--agent-url", "--key-env"),
 }
-Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
+Pair = tuple[str, str]  # a model's name in the manifest, and the value given for it
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model of a server: the address, its name there, and the environment variable of the key."""
+    """A model on a server: its address, its name there, and the environment variable with the key."""
 
     url: str
     model: str
     key_env: str | None = None
 
     def flags(self, words: Sequence[str]) -> list[str]:
-        """Return the flags that a command needs besides, if it is this model that it asks of a server."""
+        """Return the additional flags for a command, if the command uses this model."""
         if words[0] not in FLAGS:
             return []
         name, url, key = FLAGS[words[0]]
@@ -280,9 +282,12 @@ class ServedModel:
 def servers_of(
     manifest: PaperManifest, urls: Sequence[Pair], names: Sequence[Pair], allow_keys: Sequence[str]
 ) -> Mapping[str, ServedModel]:
-    """Return the servers by the manifest's names of their models. urls: the manifest's name of a model and its address;
-    names: its name at the server, where that is another; allow_keys: VARIABLE@HOST with the key for that host. Raise
-    UserError for a name that the manifest does not have, or that has no address, and for two models of one name."""
+    """Return the servers, by the names that their models have in the manifest.
+
+    urls: (model in the manifest, address); names: (model in the manifest, its name at the server, if different);
+    allow_keys: VARIABLE@HOST with the key for that host. Raise UserError for a name that is not in the manifest or has
+    no address, and for two models with one name.
+    """
     served = [model.paper for model in manifest.models.values() if model.served]
     for flag, given in (("--answer-url", urls), ("--answer-model", names)):
         for name, value in given:

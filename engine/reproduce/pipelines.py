@@ -1,13 +1,13 @@
-"""Commands that have to be run for a table, in an order in which each finds what it reads.
+"""The commands that a table needs, in an order in which each finds its input.
 
-    ExperimentRun = (row, seed)  ->  (base) -> warm-up -> training -> of each column its extraction -> its evaluation
-                                              generator, once ------------------------------------->
+    ExperimentRun = (row, seed)  ->  (base) -> warm-up -> training -> per column: extraction -> evaluation
+                                              generator, once ------------------------->
 
 A method has some of these stages (manifest.py). Experiments share equal commands: the base, a warm-up, a training, a
-generator, and in the world one evaluation for all columns of the same noise. A method that nothing trains by seed has
-one seed, because all else is greedy. A command writes one folder or file; `train`, `eval` and `extract` go on with an
-unfinished one. At the paper's scale recipes, models and files are those of the manifest; the invented world has one
-recipe, short prompts and a base for each seed.
+generator, and in the world one evaluation for all columns with the same noise. A method without any seed-dependent
+training runs with one seed, because everything else is greedy. A command writes one folder or file; `train`, `eval` and
+`extract` continue an unfinished one. At the paper's scale, recipes, models and files are those of the manifest; the
+invented world has one recipe, short prompts and a base for each seed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,14 +41,14 @@ from thresher.engine.world.stages import (
     world_stages,
 )
 
-OF_TRAININGS = ("sft", "data", "optim")  # sections that no answer and no extraction reads
+OF_TRAININGS = ("sft", "data", "optim")  # sections that answering and extraction do not read
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
-ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # where no recipe says it
-SHARED_SEED = 0  # of what all seeds share: the generator that answers from evidence, and the teacher
+ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # for commands without a recipe
+SHARED_SEED = 0  # of the stages shared by all seeds: the generator that answers from evidence, and the teacher
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 
-AGENT = Method(label="agent", baseline="search_loop")  # how `extract --loop agentic` asks its agent
+AGENT = Method(label="agent", baseline="search_loop")  # gives `extract --loop agentic` the agent's prompt
 
 
 def without(overrides: Iterable[str], *sections: str) -> list[str]:
@@ -57,9 +57,12 @@ def without(overrides: Iterable[str], *sections: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of a table, "paper" or "world", and its seeds; overrides of every recipe that has their section; how
-    many questions an evaluation has at most; the keys and the hosts that may get them (NAME@HOST); servers by the names
-    of their models; and a folder of prompts that replace the manifest's and ours, NAME.txt as `prompt_name` says."""
+    """The scale of a table, "paper" or "world", and its settings.
+
+    seeds: of its experiments. overrides: for every recipe with their section. limit: maximum number of questions per
+    evaluation. allow_keys: keys and the hosts that may receive them (NAME@HOST). servers: by the names of their models.
+    prompts: folder of prompts that replace the manifest's and ours, named NAME.txt by `prompt_name`.
+    """
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -70,8 +73,7 @@ class Scale:
     prompts: Path | None = None
 
     def prompt_of(self, method: Method, model: PublishedModel) -> list[str]:
-        """Return the file of the prompt that this model is asked in, as a list: the user's own, or a released
-        checkpoint's; empty where it is ours."""
+        """Return [prompt file] for this model, the user's or a released checkpoint's; [] for our prompt."""
         file = None if self.prompts is None else self.prompts / f"{prompt_name(method, model)}.txt"
         if file is not None and file.is_file():
             return [str(file)]
@@ -87,18 +89,17 @@ class Scale:
 
     @property
     def of_tunings(self) -> list[str]:
-        """Overrides of `sft`: its questions are keys of [sft], and its adapters have no masters to keep in CPU
-        memory."""
+        """Return the overrides for `sft`: its questions are keys of [sft], and adapters have no masters to offload."""
         return [text for text in without(self.overrides, "data") if not text.startswith("optim.offload")]
 
     @property
     def of_answers(self) -> list[str]:
-        """Overrides of `eval` and `extract`, whose questions are none of [data]."""
+        """Return the overrides for `eval` and `extract`, whose questions are not in [data]."""
         return without(self.overrides, *OF_TRAININGS)
 
     @property
     def of_judges(self) -> list[str]:
-        """Overrides of the evaluation of a run, whose recipe has all else."""
+        """Return the overrides for the evaluation of a run; everything else is in the run's recipe."""
         return [text for text in self.overrides if text.partition(".")[0].strip() == "judge"]
 
     @property
@@ -108,8 +109,8 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of `thresher`, and the folder or the file that it writes. lacking: absent files that it reads, each
-    with how to get it."""
+    """One command of `thresher`, and the folder or file that it writes. lacking: missing input files, each with
+    instructions to get it."""
 
     words: tuple[str, ...]
     folder: Path
@@ -117,7 +118,7 @@ class Command:
 
     @property
     def finished(self) -> bool:
-        if self.words[0] == "extract":  # its metrics come last
+        if self.words[0] == "extract":  # its metrics are written last
             side = self.folder.with_suffix(".json")
             return side.is_file() and "figures" in read_json_object(side)
         last = {"train": "summary.json", "eval": "metrics.json"}.get(self.words[0])
@@ -128,8 +129,11 @@ class Command:
         return bool(self.lacking) and not self.finished
 
     def to_run(self, scale: Scale) -> list[str]:
-        """Return the words to run now, with words that change no result: --resume for an unfinished training or
-        fine-tuning, keys for what may ask a judge, and the address of a server's model."""
+        """Return the words to run now, including words that do not change the result.
+
+        These are --resume for an unfinished training or fine-tuning, keys for commands that may call a judge, and the
+        address of a server's model.
+        """
         keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
         served = [word for server in scale.servers.values() for word in server.flags(self.words)]
         allowed = [word for key in keys for word in ("--allow-key", key)]
@@ -138,8 +142,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentRun:
-    """A row with one seed: the commands before its columns, and of each column its extraction, its evaluation or both;
-    in the world columns of the same noise have the same."""
+    """A row with one seed: the commands before its columns, and each column's extraction, evaluation or both. In the
+    world, columns with the same noise share them."""
 
     row: TableRow
     seed: int
@@ -148,11 +152,11 @@ class ExperimentRun:
 
     @property
     def training(self) -> Path | None:
-        """The folder of its GRPO run."""
+        """Return the folder of its GRPO run, None without one."""
         return next((command.folder for command in self.before if command.words[0] == "train"), None)
 
     def possible(self) -> Iterator[Command]:
-        """Yield the commands that can be run, in order: none behind one whose data are absent."""
+        """Yield the commands that can run, in order, without those after a command whose data are missing."""
         if any(command.blocked for command in self.before):
             return
         yield from self.before
@@ -161,13 +165,13 @@ class ExperimentRun:
                 yield from chain
 
     def leading_to(self, command: Command) -> tuple[Command, ...]:
-        """Return the commands that have to be finished before this one."""
+        """Return the commands that must be finished before this one."""
         chains = [self.before, *((*self.before, *chain) for chain in self.columns.values())]
         chain = next(chain for chain in chains if command in chain)
         return chain[: chain.index(command)]
 
     def lacking(self) -> dict[str, str]:
-        """Return the absent files that the commands read, and how to get each."""
+        """Return the missing files that the commands read -> how to get each."""
         return dict(pair for command in self.every() if not command.finished for pair in command.lacking)
 
     def every(self) -> tuple[Command, ...]:
@@ -175,8 +179,7 @@ class ExperimentRun:
 
 
 def prompt_name(method: Method, model: PublishedModel) -> str | None:
-    """Return the name of the prompt that a method asks a model in: a released checkpoint's, or else the baseline's or
-    the system's."""
+    """Return the name of a method's prompt for a model: a released checkpoint's, the baseline's or the system's."""
     return method.baseline or method.system if model.prompt is None else Path(model.prompt).stem
 
 
@@ -186,14 +189,14 @@ def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> li
 
 
 def in_world(method: Method) -> bool:
-    """Return whether the invented world's base knows the form of this method, or is taught it."""
+    """Return whether the invented world's base knows the format of this method, or is trained for it."""
     taught = method.warmup is not None or method.generator is not None
     return method.world and (method.system in (*SEARCHING, *GIVEN) or (method.system is None and taught))
 
 
 def rows_in_world(manifest: PaperManifest, table: PaperTable) -> list[TableRow]:
-    """Return the rows that the invented world has. Of a paper's models it has one base, so of the rows of one method
-    that of the model that `against` names, or else the last."""
+    """Return the rows that the invented world has, one per method because the world has one base model. Of the rows of
+    one method, it is the row with the model that `against` names, or else the last row."""
     against = [row.model for row in table.rows if manifest.label(row) == table.against]
     chosen = {row.method: row for row in sorted(table.rows, key=lambda row: row.model in against)}
     return [row for row in table.rows if chosen[row.method] is row and in_world(manifest.methods[row.method])]
@@ -209,12 +212,12 @@ class Pipeline:
         self.model = manifest.models[row.model]
         self.invented, self.world, self.base = scale.invented, out / "world", manifest.world_base
         self.of_model = "" if self.invented else f"-{row.model}"  # in the names of outputs
-        # In the world: the prompt, the same for all that share a training, and the questions of a tuning.
+        # In the world: the prompt, shared by all methods that share a training, and the questions of a tuning.
         self.prompt = method.world_prompt or method.system or method.baseline or method.refiner[1]
         self.trained_on = str(world_questions(self.world, GIVEN[0], "train"))
 
     def experiment(self, columns: Sequence[str]) -> ExperimentRun:
-        """Return all commands, of these columns."""
+        """Return all commands for these columns."""
         method, before, policy, trained = self.method, self.base_commands(), self.start(self.seed), False
         if self.trained.warmup is not None:
             before += self.tuning(self.trained.warmup, policy, self.seed)
@@ -236,13 +239,13 @@ class Pipeline:
             chains[column] = tuple(chain)
         return ExperimentRun(self.row, self.seed, tuple(before), chains)
 
-    # Stages. policy: a model folder or, where `trained`, a GRPO run, whose recipe says system and files.
+    # Stages. policy: a model folder or, if `trained`, a GRPO run, whose recipe determines system and files.
 
     def base_commands(self) -> list[Command]:
         """Return the commands that make the world and its base."""
         if not self.invented:
             return []
-        # A generator begins at the shared seed's base, and a teacher is that base.
+        # A generator starts from the base of the shared seed, and a teacher is that base.
         warmup = self.manifest.tunings.get(self.trained.warmup or "")
         shares = self.method.generator is not None or (warmup is not None and warmup.teacher is not None)
         stages = [
@@ -253,7 +256,7 @@ class Pipeline:
         return [Command(*stage) for stage in dict.fromkeys(stages)]
 
     def tuning(self, name: str, start: str, seed: int) -> list[Command]:
-        """Return the commands of a tuning that begins at `start`; the last one writes the model folder."""
+        """Return the commands of a tuning that starts from `start`; the last one writes the model folder."""
         commands: list[Command] = []
         tuning = self.manifest.tunings[name]
         folder = self.out / "tunings" / f"{name}{self.of_model}-seed{seed}"
@@ -274,8 +277,7 @@ class Pipeline:
         return [*commands, self.by_recipe("sft", str(recipe), sets, folder)]
 
     def source(self, tuning: Tuning) -> tuple[list[Command], list[str]]:
-        """Return the flags of `data sft` that name the source of a tuning's transcripts, and the commands that make
-        it."""
+        """Return the commands that make the source of a tuning's transcripts, and the `data sft` flags that name it."""
         if tuning.questions is not None and self.invented:
             return [], ["--questions", self.trained_on, *tuning.options]
         if tuning.questions is not None:
@@ -333,7 +335,7 @@ class Pipeline:
 
     def extract_words(self, policy: str, trained: bool) -> list[str]:
         method, scale = self.method, self.scale
-        # The overrides that `extract` knows; of a run it knows the system.
+        # The overrides that `extract` accepts; with a run, it reads the system from the run.
         every = [*([] if trained else switches_of(method)), *self.overrides(method), *scale.of_answers]
         own = sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
         if self.invented and trained:
@@ -350,7 +352,7 @@ class Pipeline:
         return [*named, *method.refiner, *sets_of(*method.extract_overrides, *asked), *own, *self.baseline]
 
     def answering(self, column: str, generator: str, evidence: Command | None = None) -> Command:
-        """Return the generator's evaluation, from evidence where there is any."""
+        """Return the generator's evaluation, from evidence if given."""
         folder = self.out / "evaluations" / self.column_name(column)
         if self.invented:
             tuning = self.manifest.tunings[str(self.method.generator)]
@@ -366,12 +368,14 @@ class Pipeline:
         words += [*self.scale.limiting, "--out", str(folder)]
         return Command(tuple(words), folder, self.absent(words))
 
-    # Parts of their words
+    # Parts of the commands' words
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Return, of these words, those that name, or set to, a file that is not there, or a model that no given server
-        has, with the manifest's way to get it: of overrides of one key the last. The user's overrides are left out: a
-        judge may be called as such a model is."""
+        """Return (name, how to get it) of missing files, and of models without a server, that these words refer to.
+
+        A word refers to a name itself or as the value of an override; of several overrides of a key, the last counts.
+        The user's overrides are ignored, because a judge may have the name of such a model.
+        """
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
@@ -380,11 +384,11 @@ class Pipeline:
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
     def template_of(self, method: Method) -> list[str]:
-        """Return the prompt of a method in place of ours, as an override."""
+        """Return a prompt that replaces ours for a method, as an override."""
         return [f"system.template={file}" for file in self.scale.prompt_of(method, self.model)]
 
     def start(self, seed: int) -> str:
-        """Return the model folder that everything of this seed begins at."""
+        """Return the model folder that all chains of this seed start from."""
         return base_folder(self.world, self.base, seed) if self.invented else self.model.paper
 
     def column_name(self, column: str) -> str:
@@ -393,12 +397,12 @@ class Pipeline:
         return f"{self.row.method}{self.of_model}{'' if self.invented else f'-{column}'}-seed{self.seed}{ours}"
 
     def overrides(self, method: Method) -> list[str]:
-        """Return the method's overrides, in the world without those that name a file of the paper's scale."""
+        """Return the method's overrides; in the world, without those that name a file of the paper's scale."""
         absent = self.manifest.files if self.invented else ()
         return [text for text in method.overrides if text.partition("=")[2] not in absent]
 
     def questions(self, column: str) -> list[str]:
-        """Return the flag of the held-out questions; in the world of one file for all columns."""
+        """Return the flag for the held-out questions; in the world, all columns use one file."""
         if self.invented:
             return ["--questions", str(world_questions(self.world, _protocol(self.prompt), "test"))]
         return ["--questions", self.manifest.sets[column].paper]
@@ -416,7 +420,7 @@ class Pipeline:
         return ["--prompt", "chat"] if self.model.chat else []
 
     def called(self, model: PublishedModel) -> str:
-        """Return its folder, or its name at the server that was given for it."""
+        """Return the model's folder, or its name at the server that was given for it."""
         server = self.scale.servers.get(model.paper)
         return model.paper if server is None else server.model
 
@@ -426,7 +430,7 @@ class Pipeline:
         return ["--model", policy, *self.chat, *sets_of(*ON_GPU)]
 
     def of_system(self, prompt: str, policy: str) -> list[str]:
-        """Return the world's recipe, for a system or for one of its other prompts."""
+        """Return the world's recipe for a system or for one of its other prompts."""
         return [str(RECIPE), *sets_of(*self.placed(prompt, policy))]
 
     def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
@@ -436,14 +440,13 @@ class Pipeline:
 
 
 def _protocol(prompt: str) -> str:
-    """Return the protocol that reads the world as a prompt does: of those that tunings teach, any that is given
-    passages."""
+    """Return the protocol with which a prompt reads the world; for a tuning's prompt, any with given passages."""
     return prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
 
 
 def write_prompts(world: Path) -> None:
-    """Write the invented world's prompt of each system that its base knows, and of each that a tuning teaches: a name,
-    passages and the question."""
+    """Write the prompts of the invented world: of each system that its base knows, and of each that a tuning teaches.
+    The prompt has a name, passages and the question."""
     world.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys((*SEARCHING, *GIVEN, *ASKED_IN.values())):
         shown = "" if name in SEARCHING or name == "closed-book" else "{passages}\n"
@@ -456,8 +459,8 @@ def prompt_file(world: Path, name: str) -> Path:
 
 
 def experiment_runs(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[ExperimentRun]:
-    """Return all experiments of a table at this scale, in the order of its rows; rows and columns that it does not have
-    there are left out. A row that no seed changes, greedy answers of what is not trained, has one."""
+    """Return all experiments of a table at this scale, in row order, without rows and columns that it does not have. A
+    row that no seed changes (greedy answers of an untrained model) has one experiment."""
     found = []
     for row in rows_in_world(manifest, table) if scale.invented else table.rows:
         trained = manifest.methods[manifest.trains(row)]

@@ -1,14 +1,14 @@
-"""`thresher reproduce`: run the commands of a paper's tables, in order, and write them beside the printed ones.
+"""`thresher reproduce`: run the commands of a paper's tables, in order, and write them next to the printed ones.
 
-    out/world/ tunings/ runs/            of the commands, each shown and run; what is finished is not run again
+    out/world/ tunings/ runs/            outputs of the commands; each command is shown and run, unless it is finished
     out/evidence/ evaluations/
-    out/commands/NAME/command.json       the command of an output, and the lock of the process that runs it now:
+    out/commands/NAME/command.json       the command of an output, and the lock of the process that is running it:
         {"words": ["train", "recipes/world/recipe.toml", ..], "recipes": {"recipes/..": SHA-256 of its keys}}
-    out/eviomni-T1.md, eviomni-T1.json   a table each, written anew after every experiment
-    out/eviomni-F4.html                  a figure: the trainings of its rows over each other
+    out/eviomni-T1.md, eviomni-T1.json   one table each, rewritten after every experiment
+    out/eviomni-F4.html                  a figure: the training curves of its rows, overlaid
 
-Killed at any moment, the same command goes on; two that run at once share the work. Recorded words do not depend on how
---out is spelled or where Thresher is installed. An output without a record, of a command typed by hand, is accepted.
+After a kill at any moment, the same command continues; two processes share the work. Recorded words do not depend on
+the spelling of --out or on where Thresher is installed. An output without a record, made by hand, is accepted.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ RECORD = "command.json"
 def reproduce(
     paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
 ) -> dict[str, Any]:
-    """Run the tables (all where none is named) at a scale; return the contents of their JSON files, by name.
-    `run_command` runs a command of `thresher` from its words. Raise UserError at the end where it refused any."""
+    """Run the tables (all if none is named) at a scale; return the contents of their JSON files, by name. run_command:
+    run a command of `thresher` from its words. Raise UserError at the end if a command was refused."""
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
     _check_prompts(manifest, chosen, scale)
@@ -104,8 +104,8 @@ def _run(
     run_command: Callable[[list[str]], None],
     refused: dict[Command, str],
 ) -> bool:
-    """Run the commands of an experiment; return False where another process runs one of them. Add a command that is
-    refused to `refused`, with the reason, and do not run those that read its output."""
+    """Run the commands of an experiment; return False if another process is running one of them. Add a refused command
+    to `refused`, with the reason, and skip the commands that read its output."""
     for command in experiment.possible():
         if command.finished or any(one in refused for one in (command, *experiment.leading_to(command))):
             continue
@@ -120,7 +120,7 @@ def _run(
             command.folder.parent.mkdir(parents=True, exist_ok=True)
             try:
                 run_command(words)
-            except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
+            except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: GPU memory or CUDA
                 why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 refused[command] = why
                 console.note(f"reproduce: left out, for {why}")
@@ -128,8 +128,7 @@ def _run(
 
 
 def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
-    """Raise UserError for a file of --prompts that nothing of these tables asks in, and for a prompt, the user's or a
-    released checkpoint's, without the placeholders that its system fills."""
+    """Raise UserError for an unused file of --prompts, and for a prompt without its system's placeholders."""
     if scale.invented:
         if scale.prompts is not None:
             raise UserError(
@@ -152,7 +151,7 @@ def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], sc
 
 
 def _asked(manifest: PaperManifest, tables: Mapping[str, PaperTable]) -> Iterator[tuple[Method, PublishedModel]]:
-    """Yield each method of these tables that has a prompt, with the model that is asked in it."""
+    """Yield (method, model) for each prompt that these tables use."""
     for row in (row for table in tables.values() for row in table.rows):
         method, model = manifest.methods[row.method], manifest.models[row.model]
         for one in (method, manifest.methods[manifest.trains(row)]):
@@ -169,7 +168,7 @@ def _system_of(method: Method) -> System:
 
 
 def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:
-    from thresher.engine.reports.report import write_curves  # matplotlib takes a second
+    from thresher.engine.reports.report import write_curves  # importing matplotlib takes a second
 
     groups: dict[str, list[str | Path]] = {}
     for one in experiments:
@@ -181,7 +180,7 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Seque
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
-    """Return the tables of these names, or all that the scale has. Raise UserError for a name that is not there."""
+    """Return the tables with these names, or all that the scale has. Raise UserError for an unknown name."""
     named = manifest.named(names)
     there = {
         name: table
@@ -198,7 +197,7 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
 
 
 def _check_overrides(experiments: Sequence[ExperimentRun]) -> None:
-    """Raise UserError for an override that a recipe of these commands does not take."""
+    """Raise UserError for an override that a recipe of these commands does not accept."""
     for command in dict.fromkeys(command for one in experiments for command in one.every()):
         recipe = next((word for word in command.words if word.endswith(".toml") and Path(word).is_file()), None)
         if recipe is not None:
@@ -226,8 +225,8 @@ def _report_lacking(experiments: Sequence[ExperimentRun]) -> None:
 
 @contextmanager
 def locked(command: Command, out: Path) -> Iterator[bool]:
-    """Lock a command against other processes, and write its record if it is still to be run; yield False where another
-    process runs it. The lock ends with its process."""
+    """Lock a command against other processes, and write its record if it is not finished; yield False if it is locked.
+    The lock ends with the process."""
     place = _place(command, out)
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -244,8 +243,11 @@ def locked(command: Command, out: Path) -> Iterator[bool]:
 
 
 def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
-    """Raise UserError for an output that another command made: with other overrides, for another paper, or by a recipe
-    that has changed. The record of a refused command, which made nothing, does not count."""
+    """Raise UserError for an output that another command made.
+
+    The other command may have other overrides, another paper, or a recipe that has changed. The record of a refused
+    command without an output is ignored.
+    """
     for command in dict.fromkeys(command for one in experiments for command in one.every()):
         file = _place(command, out) / RECORD
         if not (file.is_file() and command.folder.exists()):
@@ -285,10 +287,9 @@ def _keys(recipe: str) -> str:
 
 
 def _keyed(words: Sequence[str]) -> dict[str, str]:
-    """Return a command's words without the order of its flags, flag or key -> value: of overrides of one key the last
-    counts."""
+    """Return a command's words as flag or key -> value, so that order is ignored. The last override of a key counts."""
     found: dict[str, str] = {}
-    flag: str | None = None  # that still wants its value
+    flag: str | None = None  # a flag that still needs its value
     for word in words:
         if word.startswith("--"):
             flag, found[word] = word, ""

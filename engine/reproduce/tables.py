@@ -1,10 +1,12 @@
-"""A paper's table beside our own: the printed number, ours as mean and deviation over seeds, and a paired test; and
-`thresher reproduce --list`: every row, its stages, and the plan of its training.
+"""A paper's table next to our own: printed number, our mean and deviation over seeds, and a paired test.
 
-Means are over the questions of a column: in the invented world those with its number of relations. The test compares
-two rows over the questions that both have (rewards/statistics.py). Its unit is the seed: a mean a seed, in pairs of
-seeds of one number. A row that no seed changes stands beside every seed of the other. Where each row has one seed, the
-test is over the questions, and says nothing of another seed. A plan needs the model's config.json and no weights.
+`thresher reproduce --list`: every row, its stages, and the plan of its training. A plan needs the model's config.json
+and no weights.
+
+Means are over the questions of a column; in the invented world, over those with its number of relations. The test
+compares two rows over the questions that both have (rewards/statistics.py). Its unit is the seed: one mean per seed,
+paired by seed number. A row that no seed changes is paired with every seed of the other row. If each row has one seed,
+the test is over questions, and says nothing about another seed.
 """
 
 from collections import Counter
@@ -30,7 +32,7 @@ from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import RESAMPLES, compare_paired, compare_seeds, least_p
 
 Values = dict[str, float]  # question's id -> value
-LEAST_P = 1 / (1 + RESAMPLES)  # of a test that draws signs
+LEAST_P = 1 / (1 + RESAMPLES)  # least p-value of a test by random signs
 HOUR = 3600.0
 Entry = tuple[str, str, str]  # a row's label, a measure, a column
 
@@ -42,11 +44,11 @@ def results_of(
     experiments: Sequence[ExperimentRun],
     refused: Mapping[Command, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the table as data: its rows, each with "printed" and "ours" by measure and column. Values of commands that
-    are not finished are absent; "not_run" has the labels of their rows by the reason."""
+    """Return the table as data: its rows, each with "printed" and "ours" by measure and column. Values of unfinished
+    commands are absent; "not_run" maps each reason to the labels of its rows."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
-    values: dict[Entry, dict[int, Values]] = {}  # of each seed
+    values: dict[Entry, dict[int, Values]] = {}  # seed -> values
     planned = Counter(manifest.label(one.row) for one in experiments)
     for one in experiments:
         label = manifest.label(one.row)
@@ -83,7 +85,7 @@ def results_of(
 
 
 def read_overrides(experiments: Sequence[ExperimentRun], scale: Scale) -> list[str]:
-    """Return the overrides that a command of these experiments reads."""
+    """Return the overrides that some command of these experiments reads."""
     words = {word for one in experiments for command in one.every() for word in command.words}
     return [text for text in scale.overrides if text in words]
 
@@ -91,7 +93,7 @@ def read_overrides(experiments: Sequence[ExperimentRun], scale: Scale) -> list[s
 def _not_run(
     manifest: PaperManifest, experiments: Sequence[ExperimentRun], refused: Mapping[Command, str]
 ) -> dict[str, list[str]]:
-    """Return reason -> labels of the rows with a command that was refused, or lacks a file or a server."""
+    """Return reason -> labels of the rows with a command that was refused, or that lacks a file or a server."""
     found: dict[str, dict[str, None]] = {}
     for one in experiments:
         reasons = [f"{path} is absent" for path in one.lacking()]
@@ -102,8 +104,8 @@ def _not_run(
 
 
 def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
-    """Return of two rows by how much each question's value exceeds the other's, seed by seed: 1 where one alone recalls
-    a gold. A row without the other has no values."""
+    """Return, for two rows, the amount by which each question's value exceeds the other row's, seed by seed. It is 1 if
+    only one row recalls a gold. A row without the other has no values."""
     found: dict[Entry, dict[int, Values]] = {}
     for (label, measure, column), seeds in values.items():
         others = [known for (row, *rest), known in values.items() if row != label and rest == [measure, column]]
@@ -119,8 +121,9 @@ def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int,
 def read_column(
     outputs: Sequence[Path], relations: int | None, only: str | None = None
 ) -> dict[str, Mapping[str, float | None]]:
-    """Return the measures by question of an extraction, an evaluation or both, the later over the earlier. relations:
-    of the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
+    """Return the measures by question of an extraction, an evaluation or both; the later one takes precedence.
+    relations: only questions of the invented world with this number. only: only questions for which this measure is 1.
+    """
     measures: dict[str, dict[str, float | None]] = {}
     for output in outputs:
         found = read_evidence(output) if output.suffix == ".jsonl" else read_evaluation(output).measures
@@ -134,7 +137,7 @@ def read_column(
 
 
 def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
-    """Return an extraction's measures by question, under the names that an evaluation has for them."""
+    """Return an extraction's measures by question, under the names that an evaluation uses."""
     found: dict[str, dict[str, float | None]] = {}
     for _, record in read_records(file):
         row: dict[str, float | None] = dict(record_measures(record))
@@ -150,9 +153,12 @@ def _questions_of(output: Path) -> str:
 
 
 def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values], fixed: bool = False) -> dict[str, Any]:
-    """Return a cell of the table. Where `against` has values, also "difference", "low", "high" (95%), "p" and "test" of
-    this row less that one, "over" ("seeds" or "questions") and "differences", one for each pair of seeds. fixed: one of
-    the two is a row that no seed changes, and stands beside each seed of the other."""
+    """Return a cell of the table, with a test against the row `against` if it has values.
+
+    The test adds "difference", "low", "high" (95%), "p" and "test" of this row minus that one, "over" ("seeds" or
+    "questions") and "differences", one per pair of seeds. fixed: no seed changes one of the two rows, so it is paired
+    with each seed of the other.
+    """
     every, others = list(seeds.values()), list(against.values())
     means = [mean(values.values()) for values in every]
     figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
@@ -178,7 +184,7 @@ def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Return the table in Markdown, one for each measure."""
+    """Return the results in Markdown, one table per measure."""
     lines = [f"# {results['paper']}: {results['caption']}", ""]
     lines.append(
         "Ours in the invented world: a column holds other questions than the printed one, and only the order of rows "
@@ -202,7 +208,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the table's p-values are, and how small they can be."""
+    """Yield sentences about the table's p-values: their test, and the smallest possible value."""
     cells = [cell for row in results["rows"] for known in row["ours"].values() for cell in known.values()]
     pairs = {len(cell["differences"]) for cell in cells if "p" in cell}
     if most := max(pairs - {1}, default=0):
@@ -218,8 +224,7 @@ def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
-    """Return the lines of a measure's table: of every column the printed number and p, where any row has them, and
-    ours."""
+    """Return the lines of a measure's table: per column the printed number and p, if any row has them, and ours."""
     names = results["columns"] | ({"average": "Average"} if results["average"] else {})
     head, rows = [""], [[row["label"]] for row in results["rows"]]
     for name, label in names.items():
@@ -247,7 +252,7 @@ def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, col
 
 
 def _p(figures: Mapping[str, Any]) -> str:
-    """Return p, with ≤ at the least value of a test that draws, and a dagger where it is over questions."""
+    """Return p, with ≤ at the least value of a randomised test, and a dagger if it is over questions."""
     least = figures["p"] <= LEAST_P and "draws" in figures["test"]
     return f"{'≤ ' if least else ''}{figures['p']:.3g}{' †' if figures['over'] == 'questions' else ''}"
 
@@ -259,10 +264,12 @@ def _number(value: float) -> str:
 def listing(
     manifest: PaperManifest, chip: Chip, tables: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return a record for every row of the tables (of all, where none is named): its columns, those that it has in the
-    invented world, its stages, the recipe that trains it, the needs that this recipe states, and its plan on this chip,
-    with these overrides of every training (None without a training). Raise UserError for a table that the manifest does
-    not have."""
+    """Return a record for every row of the tables (of all tables if none is named).
+
+    A record has the columns, those available in the invented world, the stages, the training recipe, the needs that the
+    recipe states, and the plan on this chip with these overrides of every training (None without a training). Raise
+    UserError for a table that the manifest does not have.
+    """
     records: list[dict[str, Any]] = []
     plans: dict[tuple[str, str], dict[str, Any] | None] = {}
     for name, table in manifest.named(tables).items():
@@ -290,8 +297,9 @@ def listing(
 
 
 def _planned(method: Method, model: PublishedModel, chip: Chip, overrides: Sequence[str]) -> dict[str, Any] | None:
-    """Return the plan of a training on one GPU, every trajectory at its limits: bytes, whether they fit, seconds of a
-    step and of all. {"absent": path, "get": how} without the model's config.json; None for an untrained method."""
+    """Return the plan of a training on one GPU with all trajectories at their limits; None for an untrained method. It
+    has bytes, whether they fit, seconds per step and in all. {"absent": path, "get": how} without the model's
+    config.json."""
     if method.recipe is None:
         return None
     if not (config := Path(model.paper) / "config.json").is_file():
@@ -306,7 +314,7 @@ def _planned(method: Method, model: PublishedModel, chip: Chip, overrides: Seque
 
 
 def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
-    """Return a plan in words; without one, the needs that the recipe states."""
+    """Return a plan in words, or the needs that the recipe states if there is no plan."""
     if found is None:
         return "no training"
     if "absent" in found:
@@ -316,7 +324,7 @@ def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
 
 
 def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str]:
-    """Yield the stages of a row, in words; those up to its training where it is not `asked`."""
+    """Yield the stages of a row, in words; if not `asked`, only those up to its training."""
     method = manifest.methods[row.method]
     trained = manifest.methods[manifest.trains(row)]
     if trained.warmup is not None:
@@ -334,7 +342,7 @@ def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str
 
 
 def _stated(recipe: str | None, model: str) -> str | None:
-    """Return the memory that a recipe's head states, where it is of a model of this size."""
+    """Return the memory stated at the head of a recipe, if the recipe is for a model of this size."""
     if recipe is None:
         return None
     models = (read_run_recipe(RECIPES / recipe, []).model.path, model)

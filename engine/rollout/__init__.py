@@ -1,1 +1,1 @@
-"""Rollout: episodes run side by side, on the decoder. Branches of a trajectory, its calls, and trees of samples."""
+"""Rollout: many episodes at once, on the decoder. Branches of a trajectory, its calls, and trees of samples."""

@@ -1,15 +1,15 @@
-"""Play many episodes at once into trajectories; `Rollout` has their turns written by the decoder.
+"""Play many episodes at once and return their trajectories; in `Rollout` the decoder writes the turns.
 
-An episode asks for turns, searches, tools, scores and text of the engine's (engine/episode.py). `EpisodeRunner`
-renders, searches, calls tools (tools.py), keeps the limits, and begins branches and calls; a `TurnWriter` writes the
-turns, here the decoder, in engine/evaluation/api_rollout.py a server. Searches that are due together are one call of
-the retriever. Calls of tools go on beside the writing. A sample does not depend on the others: its noise is a function
-of its seed and position, and the decoder's sequences are independent.
+An episode requests turns, searches, tools, scores and engine text (engine/episode.py). `EpisodeRunner` renders,
+searches, calls tools (tools.py), enforces the limits, and begins branches and calls. A `TurnWriter` writes the turns:
+here the decoder, in engine/evaluation/api_rollout.py a server. Searches that are due together are one call of the
+retriever. Calls of tools run in parallel with the writing. A sample does not depend on the others: its noise is a
+function of its seed and position, and the decoder's sequences are independent.
 
-The way of a sample: `Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
-writer, and `_store_turn` puts the written turn on the trajectory.
+The path of a sample: `Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` passes a turn to the
+writer, and `_store_turn` puts the finished turn on the trajectory.
 
-A group may outlive its rollout; unfinished.py plays it on, by its `log`.
+A group may outlive its rollout; unfinished.py continues it, by its `log`.
 """
 
 import re
@@ -70,15 +70,15 @@ from thresher.rewards.reward import Source
 from thresher.rewards.tags import escape_tags
 
 CALL = re.compile(r"call \d+")  # a call's name among the branches
-REMEMBERED = 20_000  # trajectories, of different questions, that drafts are looked up in
+REMEMBERED = 20_000  # trajectories, of different questions, in which drafts are looked up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: each context of the
-    trajectory; kv_tokens: keys and values held at once (None: `max_num_seqs` whole contexts). When they are full, the
-    youngest samples wait. attention: the backend that was chosen. share_prefix, reuse, num_draft_tokens: see Decoder;
-    none changes a result where the BLAS is batch-invariant."""
+    """Limits in tokens. max_turn_tokens: one turn. max_policy_tokens: all turns together. max_context: each context of
+    the trajectory. kv_tokens: keys and values held at once (None: `max_num_seqs` whole contexts); when they are full,
+    the youngest samples wait. attention: the selected backend. share_prefix, reuse, num_draft_tokens: see Decoder; they
+    change no result if the BLAS is batch-invariant."""
 
     max_turn_tokens: int
     max_policy_tokens: int
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sample to draw: jobs with the same `group` answer the same question and share its prompt."""
+    """One sample to draw. Jobs with the same `group` answer the same question and share its prompt."""
 
     question: Question
     group: int
@@ -110,7 +110,7 @@ def seed_of(*parts: object) -> int:
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
     """Time of a rollout by its parts, in seconds, and counts of the work. cut_search_tokens: tokens of retrieved
-    passages beyond the budget of a search. forks: samples that went on from a node of a tree."""
+    passages beyond the budget of a search. forks: samples that continued from a node of a tree."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -125,7 +125,7 @@ class RolloutClock(DecodeClock):
 
     @property
     def rest(self) -> float:
-        """Return the decoder's `rest` without searches; 0 where a search passed while the GPU was decoding."""
+        """Return the decoder's `rest` without searches; 0 if searches ran while the GPU was decoding."""
         return max(self.total - self.decode - self.prefill - self.search, 0.0)
 
 
@@ -133,12 +133,12 @@ class RolloutClock(DecodeClock):
 class Group:
     """Samples of one question, from their jobs to their trajectories.
 
-    log: what came for them from outside, with the key of the sample: turns and scores, passages, records of tools.
-    drawn: by key, what has been drawn of the turns that were under way when the last rollout was over. trajectories:
-    of the jobs, in their order, once all samples have ended. version: of the weights that its first keys and values
-    are of; 0 where none outlive an update. step: the training step that has its questions and seeds, if it may outlive
-    a rollout. samples: by key, all that were begun. branches: owner,
-    name and branch. playing: how many samples have not ended.
+    log: answers that the samples got from outside, each with the sample's key: turns and scores, passages, records of
+    tools. drawn: by key, the tokens drawn so far of turns that were unfinished when the last rollout ended.
+    trajectories: those of the jobs, in their order, once all samples have ended. version: version of the weights that
+    computed its first keys and values; 0 if none outlive an update. step: the training step of its questions and seeds,
+    if it may outlive a rollout. samples: all that were begun, by key. branches: owner, name and branch. playing: number
+    of samples that have not ended.
     """
 
     jobs: "list[Job]"
@@ -158,16 +158,16 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A sample that is under way.
+    """A sample in progress.
 
-    key: its name in its group: its number, with the names of the branch or call that it is.
+    key: its name in its group: its number, followed by the names of the branch or call that it is.
 
-    length, policy_tokens: tokens of its present context, and of its turns in all contexts. room: tokens that the turn
-    may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes
-    behind the last stop tag, which open the next turn's text where nothing is appended before it. pending: branches
-    that begin once it has ended, with the ids of their contexts, and whether they are trained. reported: one of the
-    run's jobs, not a branch. caller: the sample that waits for this call, and the call's name. growth: its tree, while
-    others will go on from its nodes. score: the record of the text that is being scored.
+    length, policy_tokens: tokens of its present context, and of its turns in all contexts. room: token limit of the
+    turn. limit: the reason that ends the trajectory if the turn uses up its room; None: the episode continues. lead:
+    bytes after the last stop tag, which begin the next turn's text if nothing is appended before it. pending: branches
+    that begin after it has ended, with the ids of their contexts, and whether they are trained. reported: whether it is
+    one of the run's jobs and not a branch. caller: the sample that waits for this call, and the call's name. growth:
+    its tree, while other samples will continue from its nodes. score: the record of the text that is being scored.
     """
 
     job: Job
@@ -190,8 +190,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn that has ended; or, without ids, the log-probs of a text. full: the turn used up its room.
-    trailing: bytes of its last token behind the stop tag. versions: as of a Segment."""
+    """A turn that has ended; or, without ids, the log-probs of a text. full: the turn used up its room. trailing: bytes
+    of its last token after the stop tag. versions: as in Segment."""
 
     ids: list[int]
     logprobs: Sequence[float] = ()
@@ -201,14 +201,14 @@ class Written:
     versions: Sequence[tuple[int, int]] = ()
 
 
-Answer = Written | list[Hit] | dict[str, Any]  # the last: the record of a tool's call, with its result
+Answer = Written | list[Hit] | dict[str, Any]  # dict: the record of a tool call, with its result
 
 
 class TurnWriter(Protocol):
-    """Writes the turns of one run.
+    """Writer of the turns of one run.
 
-    elsewhere: a GPU does the work, so that this process may search meanwhile. idle: no turn is due. takes_text: the
-    next step feeds text that is appended before it, and does not hold it back.
+    elsewhere: a GPU does the work, so this process can search in the meantime. idle: no turn is due. takes_text: the
+    next step feeds text that is appended before it, instead of a later step.
     """
 
     elsewhere: bool
@@ -220,31 +220,30 @@ class TurnWriter(Protocol):
     def takes_text(self) -> bool: ...
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Take a new sample that begins with `prompt`, or one that goes on with it in a new context. branch: the source
-        of that prompt, if it is not a question's."""
+        """Begin a new sample with `prompt`, or continue a sample with it in a new context. branch: source of that
+        prompt, if it is not a question's."""
 
     def append(self, sample: Sample, ids: list[int]) -> None:
-        """Append text of the engine's."""
+        """Append engine text."""
 
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
-        """Begin a turn of `sample.room` tokens at most. lead: bytes before it that belong to its text."""
+        """Begin a turn of at most `sample.room` tokens. lead: bytes before it that belong to its text."""
 
     def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
-        """Begin to compute the log-probs of the ids from `scored_from` on, in a context that is those before. present:
-        how many of them are the sample's context, which its next turn begins with. UserError where no log-probs are to
-        be had."""
+        """Begin to compute the log-probs of the ids from `scored_from` on, given the ids before them. present: number
+        of leading ids that are the sample's context, with which its next turn begins. UserError if log-probs are not
+        available."""
 
     def step(self) -> list[tuple[Sample, Written]]:
-        """Write on; return the turns that have ended, and what has been scored."""
+        """Run a step; return the turns that have ended, and the texts that have been scored."""
 
     def release(self, sample: Sample, keep: bool) -> None:
-        """Free a sample's resources. keep: its branches, others, or the sample itself, will begin with the same
-        tokens."""
+        """Free a sample's resources. keep: its branches, other samples or itself will begin with the same tokens."""
 
 
 class EpisodeRunner:
-    """Plays the episodes of one system; reusable. unit: tokens of the trajectory that count as one of a request's
-    `max_tokens`. clock: of the last run."""
+    """Runner of the episodes of one system; reusable. unit: tokens of the trajectory per token of a request's
+    `max_tokens`. clock: clock of the last run."""
 
     def __init__(
         self,
@@ -262,10 +261,10 @@ class EpisodeRunner:
         self.system, self.episode_config, self.renderer, self.limits = system, config, renderer, limits
         self.shuffle, self.unit, self.tools = shuffle, unit, tools or Toolbox()
         self.clock = RolloutClock()
-        self.under_way: tuple[int, int] | None = None  # of `play_all`: trajectories that have ended, and all
+        self.under_way: tuple[int, int] | None = None  # of `play_all`: trajectories that have ended, and all of them
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
-        """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
+        """Return the ids of a question's prompt. UserError if they and `room` more tokens leave no room in the
         context."""
         try:
             ids = self.renderer.prompt(first_prompt(self.system, question, self.episode_config))
@@ -281,10 +280,10 @@ class EpisodeRunner:
         return ids
 
     def check_prompts(self, questions: Iterable[Question]) -> None:
-        """Check the prompts of all questions, before a run begins: only of those that might not fit, a token being at
-        least one byte, and all where the tokenizer lacks bytes. Passages that are still to be retrieved are taken to
+        """Check the prompts of all questions, before a run begins. A token is at least one byte, so only prompts that
+        might not fit are encoded; if the tokenizer lacks bytes, all are. Passages still to be retrieved are assumed to
         fill their budget."""
-        around: dict[str, int] = {}  # the tokens of a template and its tools without a question
+        around: dict[str, int] = {}  # number of tokens of a template and its tools, without a question
         budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
             request = first_prompt(self.system, question, self.episode_config)
@@ -297,8 +296,9 @@ class EpisodeRunner:
                 self.prompt(shown, room=0 if question.passages else budget)
 
     def retrieve_and_truncate(self, questions: Sequence[Question]) -> PromptBatch:
-        """Return the questions with the passages that their prompts show: their own, or those that one search finds,
-        truncated to their budget; as they are where the system is not given passages."""
+        """Return the questions with the passages that their prompts show, truncated to their budget. These are a
+        question's own passages, or those found by one search. Questions are unchanged if the system is not given
+        passages."""
         if self.system.given_passages:
             questions = with_passages(questions, self.retriever, self.renderer.k)
         return truncate_passages(questions, self.system, self.episode_config, self.renderer)
@@ -312,9 +312,9 @@ class EpisodeRunner:
     ) -> list[Trajectory]:
         """Return every job's trajectory, in the order of the jobs. Temperature 0 is greedy.
 
-        on_progress: is called with the number of trajectories that have ended since its last call. recall: look drafts
-        up in what earlier calls wrote for the same questions, as where a dev set is evaluated again. Not in training:
-        without a batch-invariant BLAS, a resumed run would have other last bits.
+        on_progress: called with the number of trajectories that have ended since its last call. recall: look up drafts
+        in trajectories of earlier calls for the same questions, as when a dev set is evaluated again. It is not for
+        training: without a batch-invariant BLAS, a resumed run would differ in the last bits.
         """
         raise NotImplementedError
 
@@ -322,7 +322,8 @@ class EpisodeRunner:
         self, jobs: Sequence[Job], writer: TurnWriter, shape: TreeShape | None = None
     ) -> Generator[list[Sample], None, None]:
         """Yield at each step the samples of `jobs` that have ended in it. Branches are in their trajectories once all
-        of their group have ended. shape: of the trees that each group grows; None: all samples begin at the prompt."""
+        samples of their group have ended. shape: shape of the trees of each group; None: all samples begin at the
+        prompt."""
         groups: dict[int, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.group, []).append(job)
@@ -358,8 +359,8 @@ class EpisodeRunner:
         return [done[job.group, job.sample] for job in jobs]
 
     def stage(self) -> Stage | None:
-        """Return how far `play_all` is, for `console.polling`; None while nothing is under way."""
-        under_way = self.under_way  # once: the run goes on while this is asked
+        """Return the progress of `play_all`, for `console.polling`; None if it is not running."""
+        under_way = self.under_way  # read once, because the run continues meanwhile
         text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
         if self.clock.tool_calls:
             text += f", {self.clock.tool_calls:,} calls of tools"
@@ -367,7 +368,7 @@ class EpisodeRunner:
 
 
 class Rollout(EpisodeRunner):
-    """Makes trajectories with one policy. A run begins with an empty cache; on CUDA its memory may be new."""
+    """Runner that samples with one policy. A run begins with an empty cache; on CUDA its memory may be new."""
 
     def __init__(
         self,
@@ -394,13 +395,13 @@ class Rollout(EpisodeRunner):
             share_prefix=limits.share_prefix,
             speculate=limits.num_draft_tokens,
         )
-        self.kept: BlockPool | None = None  # by the last rollout for the next, for rollout.stale_cache
-        # By question: the ids of its last trajectory.
+        self.kept: BlockPool | None = None  # the last rollout's pool for the next one, for rollout.stale_cache
+        # Ids of each question's last trajectory.
         self._earlier_ids: OrderedDict[str, Int32s] = OrderedDict()
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
-        """Return the blocks of the cache: those of kv_tokens, or `max_num_seqs` whole contexts; and block 0."""
+        """Return the number of cache blocks: those of kv_tokens, or of `max_num_seqs` whole contexts; and block 0."""
         a_context = -(-limits.max_context // limits.kv_block_size)
         if limits.kv_tokens is None:
             return 1 + limits.max_num_seqs * a_context
@@ -414,7 +415,8 @@ class Rollout(EpisodeRunner):
         recall: bool = False,
         shape: TreeShape | None = None,
     ) -> list[Trajectory]:
-        """As of EpisodeRunner. shape: of the trees that each group grows; its first jobs begin them."""
+        """Return the trajectories as EpisodeRunner.run does. shape: shape of each group's trees, which its first jobs
+        begin."""
         self.clock = RolloutClock()
         started = time.perf_counter()
         self.decoder.begin(self.limits.max_context, self.clock)
@@ -433,7 +435,7 @@ class Rollout(EpisodeRunner):
 
 
 class BegunTurn(NamedTuple):
-    """A turn, or a text to be scored, that the decoder gets with its next step; `drawn`: what there is of it."""
+    """A turn, or a text to score, that the decoder gets with its next step. drawn: the part that is already drawn."""
 
     sequence: TokenSequence
     stop: tuple[str, ...] = ()
@@ -443,8 +445,8 @@ class BegunTurn(NamedTuple):
 
 
 class DecoderWriter:
-    """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up. version: of the weights,
-    which the turns then tell; None: they do not."""
+    """TurnWriter that uses the decoder. earlier: ids in which drafts are looked up, by question. version: version of
+    the weights, which is recorded in the turns; None: none is recorded."""
 
     def __init__(
         self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s], version: int | None = None
@@ -453,7 +455,7 @@ class DecoderWriter:
         self.elsewhere = decoder.launches_ahead
         self.sequences: dict[Sample, TokenSequence] = {}
         self.begun: dict[Sample, BegunTurn] = {}
-        self.writing: dict[TokenSequence, tuple[Sample, Written]] = {}  # with what was drawn before
+        self.writing: dict[TokenSequence, tuple[Sample, Written]] = {}  # with the part drawn before
 
     @property
     def idle(self) -> bool:
@@ -501,7 +503,7 @@ class DecoderWriter:
         for sequence in sequences:
             sample, drawn = self.writing.pop(sequence)
             if sequence.scored_from:
-                self.decoder.release(sequence, keep=True)  # the trajectory goes on from its context
+                self.decoder.release(sequence, keep=True)  # the trajectory continues from its context
                 found.append((sample, Written([], sequence.logprobs)))
                 continue
             hit, full = sequence.hit, sequence.finish == "length"
@@ -511,7 +513,7 @@ class DecoderWriter:
         return found
 
     def _written(self, sequence: TokenSequence, drawn: Written) -> Written:
-        """Return a turn so far. drawn: the beginning of it, by an earlier rollout."""
+        """Return a turn so far. drawn: its beginning, from an earlier rollout."""
         ids, versions = sequence.turn_ids, list(drawn.versions)
         if self.version is not None and len(ids) > len(drawn.ids):
             versions.append((self.version, len(ids) - len(drawn.ids)))
@@ -522,18 +524,18 @@ class DecoderWriter:
 
 
 class Play:
-    """One run of episodes: the samples that are under way. shape: of the trees of each group."""
+    """One run of episodes, with its samples in progress. shape: shape of the trees of each group."""
 
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
         self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
         stack.callback(self._drop_tools)
         self.replaying = False  # answers come from logs
-        self.queries: dict[str, str] = {}  # of a group that is replayed: by key, what it waits to have found
+        self.queries: dict[str, str] = {}  # of a replayed group: open queries, by key
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
-        self.search: tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]] | None = None  # the one under way
+        self.search: tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]] | None = None  # the running one
         self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
         self.ended: list[Sample] = []  # since the last step
-        self.searcher: Background[list[list[Hit]]] | None = None  # once one goes on beside the writing
+        self.searcher: Background[list[list[Hit]]] | None = None  # for searches in parallel with the writing
 
     def begin_groups(self, groups: Sequence[Group]) -> None:
         """Begin all samples of these groups that begin at a prompt."""
@@ -554,10 +556,10 @@ class Play:
         branch: BranchPrompt | None = None,
         tree: "Tree[Job, Sample] | None" = None,
     ) -> Sample:
-        """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch. tree:
-        which it begins."""
+        """Begin a sample and return it. branch: source of the prompt, if it is a branch. tree: the tree that it
+        begins."""
         episode = self.runner.episode_of(job) if branch is None else branch_episode(branch)
-        next(episode)  # its Prompt, which has been rendered already
+        next(episode)  # its Prompt, which is already rendered
         trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
         sample = Sample(job, group, key, episode, trajectory, len(prompt.ids))
         if tree is not None:
@@ -567,7 +569,7 @@ class Play:
         return sample
 
     def _enter(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Put a new sample into its group, and hand it to the writer."""
+        """Add a new sample to its group and to the writer."""
         sample.group.samples[sample.key] = sample
         sample.group.playing += 1
         self.writer.begin(sample, prompt, branch)
@@ -578,7 +580,7 @@ class Play:
         return bool(self.asked or self.search is not None or self.runner.tools.waiting or not self.writer.idle)
 
     def step(self) -> None:
-        """Answer what there are answers for, and write on."""
+        """Answer requests for which there are results, and run a step of the writer."""
         self.search_beside()
         if self.runner.tools.waiting:
             self.serve(self.tool_results())
@@ -586,7 +588,7 @@ class Play:
             self.serve_written(self.writer.step())
 
     def serve_written(self, written: Iterable[tuple[Sample, Written]]) -> None:
-        """Give the episodes what has been written for them."""
+        """Pass the turns and scores that the writer has finished to their episodes."""
         ended = [(sample, self._store_written(sample, one)) for sample, one in written]
         self.serve([(sample, answer) for sample, answer in ended if answer is not None])
 
@@ -600,7 +602,7 @@ class Play:
         return ended
 
     def _leave_group(self, sample: Sample) -> None:
-        """Count a sample as ended; the last one completes its group."""
+        """Count a sample as ended. The last one completes its group."""
         group = sample.group
         group.playing -= 1
         if group.playing:
@@ -612,15 +614,15 @@ class Play:
         self.end_group(group)
 
     def keep_answer(self, sample: Sample, answer: Answer) -> None:
-        """Keep what has come for a sample; a play of one rollout has no need of it."""
+        """Record an answer for a sample. A play of a single rollout does not need it."""
 
     def end_group(self, group: Group) -> None:
-        """Note that all samples of a group have ended."""
+        """Record that all samples of a group have ended."""
 
-    # --- What samples ask for
+    # --- Requests of the samples
 
     def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
-        """Put on the trajectory what was written for it; return what its episode gets, None if that has ended."""
+        """Put a finished turn or score on the trajectory; return the answer for its episode, None if that has ended."""
         self.keep_answer(sample, written)
         if sample.score is None:
             return self._store_turn(sample, written)
@@ -629,7 +631,7 @@ class Play:
         return list(written.logprobs)
 
     def _store_turn(self, sample: Sample, written: Written) -> Turn | None:
-        """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
+        """Put a finished turn on the trajectory and return it; None if a limit ended it and thus the trajectory."""
         segment = sample.trajectory.segments[-1]
         segment.ids.extend(written.ids)
         segment.logprobs.extend(written.logprobs)
@@ -651,7 +653,7 @@ class Play:
         sample.trajectory.reason = reason
         sample.episode.close()
         self.writer.release(sample, keep=bool(sample.pending) or sample.growth is not None)
-        # The beginning that a branch shares with its trajectory is mostly still in the cache.
+        # The prefix that a branch shares with its trajectory is mostly still in the cache.
         for name, (branch, ids, trained) in sample.pending.items():
             if len(ids) + 1 > self.runner.limits.max_context:
                 self.clock.branches_without_room += 1
@@ -673,7 +675,7 @@ class Play:
         self._leave_group(sample)
 
     def _fork(self, job: Job, node: "Node[Sample]", tree: "Tree[Job, Sample]") -> None:
-        """Begin a sample that goes on from a node."""
+        """Begin a sample that continues from a node."""
         episode, state = self.runner.episode_of(job), node.state
         request = replay(episode, node.exchanges, self.runner.system.name)
         trajectory = copied(state.trajectory, sample=job.sample, forked=(node.sample, node.turns))
@@ -690,7 +692,7 @@ class Play:
             self.serve([(sample, None)])
 
     def _begin_branch(self, owner: Sample, name: str, branch: BranchPrompt, ids: list[int], trained: bool) -> Sample:
-        """Begin a branch or call: a context and a seed of its own. It is not reported."""
+        """Begin a branch or call, with its own context and seed. It is not reported."""
         job = replace(owner.job, seed=branch_seed(owner.job.seed, name))
         begun = self.begin(job, owner.group, f"{owner.key}/{name}", SharedPrompt(ids), branch)
         begun.reported, begun.trajectory.trained = False, trained
@@ -702,14 +704,14 @@ class Play:
         return context_ids(branch, written, self.runner.renderer)
 
     def _truncated_context(self, sample: Sample, context: BranchPrompt) -> tuple[BranchPrompt, list[int]]:
-        """Return a context that a sample waits for, with its prompt's passages truncated, and its ids."""
+        """Return a requested context with its prompt's passages truncated, and its ids."""
         context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
         self.clock.cut_search_tokens += cut
         return context, self._context(sample, context)
 
     def _leave_for(self, sample: Sample, context: BranchPrompt) -> tuple[BranchPrompt, list[int]] | None:
-        """Take the sample off the writer, for a turn in this context. Return the context with its passages truncated,
-        and its ids; None, and the sample has ended, where they leave no room for a token."""
+        """Release the sample from the writer, for a turn in this context. Return the context with its passages
+        truncated, and its ids. If they leave no room for a token, end the sample and return None."""
         context, ids = self._truncated_context(sample, context)
         if len(ids) + 1 > self.runner.limits.max_context:
             self._end(sample, "context")
@@ -728,8 +730,8 @@ class Play:
         self._advance(begun, None)
 
     def _fold(self, sample: Sample, context: BranchPrompt) -> bool:
-        """Go on in a new context, with a seed of its own: in two that are alike the policy may write differently.
-        Return whether there is room in it."""
+        """Continue in a new context; return whether there is room in it. The context has its own seed, so that the
+        policy may write differently in two equal contexts."""
         if (found := self._leave_for(sample, context)) is None:
             return False
         context, ids = found
@@ -740,7 +742,7 @@ class Play:
         return True
 
     def _score(self, sample: Sample, request: Score) -> None:
-        """Begin to score a text; the sample leaves the writer until its log-probs are there."""
+        """Begin to score a text. The sample leaves the writer until the log-probs are complete."""
         context, text, tokenizer = request.context, request.text, self.runner.tokenizer
         where = f"question {sample.job.question.id}: {self.runner.system.name} asks for a Score"
         if not isinstance(text, str) or not text:
@@ -767,8 +769,8 @@ class Play:
         self.writer.score(sample, ids + text_ids, len(ids), present)
 
     def serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
-        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
-        Where a server searches, or a GPU writes, the search goes on beside the writing."""
+        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once. If
+        a server searches, or a GPU writes, the search runs in parallel with the writing."""
         while waiting := self._advance_all(ready):
             if self.replaying:
                 self.queries |= {sample.key: query for sample, query in waiting}
@@ -779,11 +781,12 @@ class Play:
             ready = self._found(waiting, partial(self._search, waiting))
 
     def search_beside(self, wait: bool = False) -> None:
-        """Give the episodes what the search under way has found, and begin the next, for all that have asked since.
-        wait: until it is found, though others write.
+        """Pass the hits of the running search to the episodes, and begin the next search, for all queries since. wait:
+        wait for the hits even if turns are being written.
 
-        A server's search is collected when it is done; one in this process, in a thread, at the writer's next step that
-        takes text, done or not, so that what runs when does not depend on the time that it takes.
+        The search of a server is collected when it is done. A search in this process runs in a thread. It is collected
+        at the writer's next step that takes text, done or not, so that the order of the work does not depend on the
+        time it takes.
         """
         idle, a_server = wait or self.writer.idle, self.runner.retriever is not None and self.runner.retriever.elsewhere
         if self.search is not None:
@@ -803,8 +806,8 @@ class Play:
         return self._retriever().search([query for _, query in waiting], self.runner.renderer.k)
 
     def _advance_all(self, ready: "Sequence[tuple[Sample, object]]") -> list[tuple[Sample, str]]:
-        """Return the samples that wait for a search, each with its query; samples whose calls have ended go on with the
-        others."""
+        """Advance the samples; return those that wait for a search, each with its query. Samples whose calls have ended
+        also continue."""
         waiting: list[tuple[Sample, str]] = []
         pending = [*ready, *self.called]
         self.called = []
@@ -816,7 +819,7 @@ class Play:
     def _found(
         self, waiting: "Sequence[tuple[Sample, str]]", result: Callable[[], list[list[Hit]]]
     ) -> list[tuple[Sample, object]]:
-        """Return the samples with what was found for each, and count the seconds that `result` takes."""
+        """Return the samples with their hits, and count the seconds that `result` takes."""
         started = time.perf_counter()
         found = result()
         self.clock.search += time.perf_counter() - started
@@ -824,9 +827,9 @@ class Play:
         return [(sample, self.note_found(sample, query, hits)) for (sample, query), hits in answers]
 
     def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
-        """Put a search on the trajectory, and what it found into the log; return what the episode gets."""
+        """Put a search on the trajectory and its hits into the log; return the hits for the episode."""
         self.keep_answer(sample, hits)
-        shown_hits = list(hits)  # shuffled in place, and the episode's own
+        shown_hits = list(hits)  # a copy for the episode, shuffled in place
         self._note(sample, query, shown_hits)
         return shown_hits
 
@@ -836,7 +839,7 @@ class Play:
         sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
 
     def _begin_tool(self, sample: Sample, request: Tool) -> Result | None:
-        """Begin a call of a tool; return its result where that is known at once, None where the sample waits."""
+        """Begin a call of a tool; return its result if it is known at once, None if the sample waits."""
         if self.replaying:
             return None
         if sample.group.step is not None:
@@ -845,8 +848,8 @@ class Play:
         return None if call.result is None else self._store_result(call, call.result)
 
     def tool_results(self, wait: bool = False) -> list[tuple[Sample, object]]:
-        """Return the samples whose calls of tools have ended, with the results; wait for one where nothing else goes
-        on, or where told to."""
+        """Return the samples whose calls of tools have ended, with the results. It waits for one if nothing else is in
+        progress, or if `wait` is set."""
         wait = wait or (self.writer.idle and not self.asked and self.search is None)
         ended = self.runner.tools.ended(wait)
         return [(call.owner, self._store_result(call, call.result)) for call in ended if call.result is not None]
@@ -862,7 +865,7 @@ class Play:
         return self.note_tool(call.owner, call.record())
 
     def note_tool(self, sample: Sample, record: dict[str, Any]) -> Result:
-        """Put the record of a tool's call on the trajectory and into the log; return its result."""
+        """Put the record of a tool call on the trajectory and into the log; return its result."""
         self.keep_answer(sample, record)
         sample.trajectory.tools.append(record)
         self.clock.tool_calls += 1
@@ -878,7 +881,8 @@ class Play:
         return self.runner.retriever
 
     def _advance(self, sample: Sample, answer: object) -> list[str]:
-        """Send `answer` to the episode and serve what it asks for; a list of the one query it waits for, or empty."""
+        """Send `answer` to the episode and serve its requests. Return a list of the one query that it waits for, or an
+        empty list."""
         renderer = self.runner.renderer
         while True:
             try:
@@ -942,7 +946,7 @@ class Play:
             self.writer.append(sample, segment.ids)
 
     def _note_node(self, sample: Sample) -> None:
-        """Note the end of a sample's own turn, which another turn may follow, as a node of its tree."""
+        """Record the end of a sample's own turn as a node of its tree, if another turn may follow."""
         if (growth := sample.growth) is None or self._room(sample)[0] <= 0:
             return
         written = sum(1 for _ in turns(sample.trajectory))
@@ -953,7 +957,7 @@ class Play:
         growth.tree.nodes.append(Node(sample.job.sample, written, state, prompt, tuple(growth.exchanges)))
 
     def _open_turn(self, sample: Sample, request: Generate) -> None:
-        """Begin a turn of the policy, if the limits leave it a token."""
+        """Begin a turn of the policy, if the limits leave a token for it."""
         room, limit = self._room(sample)
         if room <= 0:
             self._end(sample, limit)
@@ -964,7 +968,7 @@ class Play:
         self.writer.begin_turn(sample, request.stop, sample.lead)
 
     def _room(self, sample: Sample) -> tuple[int, str]:
-        """Return how many tokens the limits leave a turn, and which of them leaves the fewest."""
+        """Return the number of tokens that the limits leave for a turn, and the name of the tightest limit."""
         limits = self.runner.limits
         return min(
             (limits.max_turn_tokens, "turn_tokens"),
@@ -975,7 +979,7 @@ class Play:
 
 
 def ids_by_turns(trajectory: Trajectory) -> Int32s:
-    """Return a trajectory's ids, with the ends of its turns."""
+    """Return a trajectory's ids, with TURN_END after each turn."""
     ids: list[int] = []
     for segment in trajectory.segments:
         ids += segment.ids

@@ -1,10 +1,10 @@
-"""Simulate a search engine, as ZeroSearch trains with (Sun et al. 2025, arXiv:2505.04588): documents that a chat model
-writes for a query, useful or noisy, and a curriculum that makes noisy ones more frequent.
+"""Simulated search engine, as in ZeroSearch (Sun et al. 2025, arXiv:2505.04588): a chat model writes useful or noisy
+documents for a query, and a curriculum makes noisy ones more frequent.
 
     p(i) = p_s + (b^(i/m) - 1) / (b - 1) * (p_e - p_s)        noisy at step i of m; b = 4
 
-As in its code, all documents of a call are of one kind, and the prompt names the question and its first gold answer.
-Outside of training steps p is p_e, so that evaluations of one run compare.
+As in the paper's code, all documents of a call are of one kind, and the prompt contains the question and its first gold
+answer. Outside training steps p is p_e, so that evaluations of one run are comparable.
 """
 
 import math
@@ -17,7 +17,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import read_text
 
 TEMPERATURE = 0.8  # of the chat model, as in the paper's code
-DOCUMENT_TOKENS = 512  # that it may write, where the tool has no limit of its own
+DOCUMENT_TOKENS = 512  # that it may write, if the tool has no limit of its own
 PLACES = ("query", "quality", "question", "answer")
 TEMPLATE = """\
 Act as a web search engine. Write the five documents that it finds for the query below, one a line, numbered Doc 1: to \
@@ -34,7 +34,7 @@ Query: {query}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The probability of noise, from `start` to `end` over `steps` steps; base 1: in a straight line."""
+    """Probability of noise, from `start` to `end` over `steps` steps; base 1: linear."""
 
     start: float
     end: float
@@ -43,19 +43,19 @@ class Curriculum:
     seed: int
 
     def probability(self, step: int | None) -> float:
-        """Return p of a training step, counted from 1; None: of what is no training step."""
+        """Return p of a training step, counted from 1; None: outside training steps."""
         share = 1.0 if step is None else min(step / max(self.steps, 1), 1.0)
         rate = math.log(self.base)
         risen = math.expm1(share * rate) / math.expm1(rate) if rate else share
         return (1.0 - risen) * self.start + risen * self.end
 
     def noisy(self, step: int | None, question_id: str, sample: int, number: int) -> bool:
-        """Return whether a call is to return noise: a function of the arguments and of the seed."""
+        """Return whether a call returns noise, as a function of the arguments and of the seed."""
         return Random(repr((self.seed, step, question_id, sample, number))).random() < self.probability(step)
 
 
 def read_search_prompt(path: str | None) -> str:
-    """Return the prompt of a file, or the built-in one. UserError unless it has a place for query and quality."""
+    """Return the prompt of a file, or the built-in one. UserError unless it has places for query and quality."""
     if path is None:
         return TEMPLATE
     text = read_text(path)
@@ -68,7 +68,7 @@ def read_search_prompt(path: str | None) -> str:
 
 
 def search_prompt(template: str, query: str, question: str, golds: Sequence[str], noisy: bool) -> str:
-    """Return a template with its places filled, in one pass: what looks like a place in a query stays text."""
+    """Return a template with its places filled in one pass, so that a place named in a query stays text."""
     values = (query, "noisy" if noisy else "useful", question, golds[0] if golds else "not known")
     filled = dict(zip(PLACES, values, strict=True))
     return re.sub("{(" + "|".join(PLACES) + ")}", lambda place: filled[place[1]], template)

@@ -1,16 +1,16 @@
 """Call the tools of a recipe for episodes: Python functions in threads, servers and chat models by HTTP, or results of
 a stored run.
 
-A call waits until fewer than `concurrency` calls of its tool run, and then at most `timeout` seconds. The thread that
-plays the episodes does all accounting; another runs the call and puts its outcome into a queue.
+A call waits until fewer than `concurrency` calls of its tool run, and then runs for at most `timeout` seconds. The
+thread that plays the episodes does all accounting; another thread runs the call and puts its outcome into a queue.
 
-A thread that hangs cannot be ended. After the timeout its episode goes on with an error, another call takes its place,
-and what it returns later is dropped. While `concurrency` calls of a tool hang, or more, no others of it are begun, and
-each is an error at once. So no episode waits for ever, and a tool has at most 2 x concurrency threads, which do not
-keep the program from ending. A function that holds Python's global lock cannot be left behind.
+A thread that hangs cannot be ended. After the timeout its episode continues with an error, another call takes its
+place, and a later result is dropped. While `concurrency` calls of a tool or more hang, no others of it are begun, and
+each fails at once. Therefore no episode waits for ever, and a tool has at most 2 x concurrency threads, which do not
+keep the program from ending. A function that holds Python's global lock cannot be left running in this way.
 
-A call's arguments are kept as JSON text. A function gets a copy of its own, by keyword; nothing in them is executed.
-Where a tool has `noise`, it gets `noisy`, `question` and `golds` beside them (simulated_search.py).
+A call's arguments are kept as JSON text. A function gets its own copy, by keyword; nothing in them is executed. If a
+tool has `noise`, it also gets `noisy`, `question` and `golds` (simulated_search.py).
 """
 
 import json
@@ -55,20 +55,20 @@ from thresher.engine.systems import load_functions
 from thresher.retrieval.questions import Question
 
 MOST_BYTES = 1_000_000  # of a result; a longer one is an error
-MOST_NAME = 64  # characters of a tool's name, which the policy may have written
-MOST_WORDS = 300  # characters of what a tool's exception says
-LONGEST_WAIT = 3600.0  # seconds of one wait for a result, after which it is waited for again
+MOST_NAME = 64  # characters kept of a tool's name, which the policy may have written
+MOST_WORDS = 300  # characters kept of the message of a tool's exception
+LONGEST_WAIT = 3600.0  # seconds of one wait for a result; then the wait is repeated
 CONNECT_SECONDS = 5.0
 
 
 class ToolFailure(Exception):
-    """Error for a server that gives no result, in words."""
+    """Error, in words, for a server that returns no result."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call. owner: who waits. arguments: as JSON; None if they are no JSON object. added: what the engine puts
-    beside them. result: once there is one."""
+    """One call. owner: object that waits for it. arguments: JSON text; None if they are no JSON object. added:
+    arguments that the engine adds. result: None until the call has ended."""
 
     owner: Any
     name: str
@@ -78,7 +78,7 @@ class Call:
     result: Result | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the call with its result, as a trajectory keeps it."""
+        """Return the record of the call and its result for a trajectory."""
         assert self.result is not None
         arguments = None if self.arguments is None else json.loads(self.arguments)
         record = {"name": self.name, "arguments": arguments, "text": self.result.text, "error": self.result.error}
@@ -87,7 +87,8 @@ class Call:
 
 @dataclass(eq=False, kw_only=True)
 class HostedTool:
-    """A tool with its limits, and its calls: `queue` those not begun, `hung` those that nobody waits for any more."""
+    """A tool with its limits and its calls. queue: calls that have not begun. hung: running calls whose results are no
+    longer awaited."""
 
     name: str
     function: Callable[[dict[str, Any]], object]
@@ -98,7 +99,7 @@ class HostedTool:
     queue: deque[Call] = field(default_factory=deque)
     running: set[Call] = field(default_factory=set)
     hung: set[Call] = field(default_factory=set)
-    reported: bool = False  # a failure of it
+    reported: bool = False  # whether a failure of it was reported
 
     def __post_init__(self) -> None:
         self.threads = Background[None](2 * self.concurrency, f"tool {self.name}")
@@ -115,7 +116,7 @@ class HostedTool:
             return self.too_late
         except ToolFailure as error:
             return Result(_unicode(f"{self.name} failed: {error}"), True)
-        except BaseException as error:  # whatever it is, the run goes on
+        except BaseException as error:  # the run continues after any exception
             words = " ".join("".join(traceback.format_exception_only(error)).split())[:MOST_WORDS]
             return Result(_unicode(f"{self.name} raised {words}"), True)
         if not isinstance(text, str):
@@ -127,8 +128,8 @@ class HostedTool:
 
 
 class Toolbox:
-    """The tools of a run. waiting: calls without a result yet. place: the file that a replay reads next, see Replay.
-    step: the training step that is under way, from 1; None outside of one.
+    """The tools of a run. waiting: calls without a result. place: the file that a replay reads next, see Replay. step:
+    the current training step, from 1; None outside training steps.
 
     say: called with a sentence at the first failure of each tool.
     """
@@ -146,7 +147,7 @@ class Toolbox:
         self._outcomes: SimpleQueue[tuple[Call, Result, float]] = SimpleQueue()
 
     def call(self, owner: object, trajectory: Trajectory, asked: Tool, question: Question) -> Call:
-        """Return a call, which `ended` begins; it has its result already if it is replayed or cannot be made."""
+        """Return a call, which `ended` begins. It already has its result if it is replayed or cannot be made."""
         call = Call(owner, _unicode(str(asked.name))[:MOST_NAME], _as_json(asked.arguments))
         tool = self.tools.get(call.name)
         if tool is not None and tool.curriculum is not None:
@@ -169,7 +170,7 @@ class Toolbox:
         return self.tools[name].max_tokens if name in self.tools else None
 
     def ended(self, wait: bool) -> list[Call]:
-        """Begin calls that are due, and return those with a result since the last time. wait: until there is one."""
+        """Begin calls that are due; return those that have ended since the last time. wait: until there is one."""
         found: list[Call] = []
         pause = 0.0
         while True:
@@ -183,7 +184,7 @@ class Toolbox:
             pause = min(max(min(ends) - monotonic(), 1e-3), LONGEST_WAIT)
 
     def drop(self) -> None:
-        """Wait for no call any more: the run has ended without them."""
+        """Drop all open calls: the run has ended without them."""
         self.waiting.clear()
         for tool in self.tools.values():
             tool.queue.clear()
@@ -191,7 +192,7 @@ class Toolbox:
             tool.running.clear()
 
     def _receive(self, found: list[Call], pause: float) -> None:
-        """Take what threads have put into the queue; wait at most `pause` seconds for the first."""
+        """Take the outcomes that threads have put into the queue; wait at most `pause` seconds for the first."""
         try:
             while True:
                 call, result, seconds = self._outcomes.get(timeout=pause) if pause else self._outcomes.get_nowait()
@@ -237,12 +238,12 @@ class Toolbox:
 
 
 def _unicode(text: str) -> str:
-    """Return a text without lone surrogates, which JSON of the policy's can spell and no tokenizer takes."""
+    """Return a text without lone surrogates, which JSON from the policy can contain and no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _as_json(arguments: object) -> str | None:
-    """Return arguments as JSON; None for what is no object of JSON values."""
+    """Return arguments as JSON; None if they are no object of JSON values."""
     try:
         return json.dumps(arguments, allow_nan=False) if isinstance(arguments, Mapping) else None
     except (TypeError, ValueError, RecursionError):
@@ -250,14 +251,14 @@ def _as_json(arguments: object) -> str | None:
 
 
 class ToolServer:
-    """A server that runs a tool. address: of its requests."""
+    """Client of a server that runs a tool. address: URL of the requests."""
 
     def __init__(self, name: str, section: ToolSection, address: str) -> None:
         self.name, self.timeout, self.url = name, section.timeout, address
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=2 * section.concurrency, retries=False)
 
     def ask(self, body: Mapping[str, Any]) -> HttpAnswer:
-        """Return the server's answer. ToolFailure where it gives none, TooSlow where none comes in time."""
+        """Return the server's answer. ToolFailure if there is none, TooSlow if none comes in time."""
         data = json.dumps(body).encode("ascii")
         headers, most = {"content-type": "application/json"}, 8 * MOST_BYTES  # JSON may escape each character
         try:
@@ -271,14 +272,15 @@ class ToolServer:
 
 
 class HttpTool(ToolServer):
-    """A tool that a server runs: it is sent {"name", "arguments"}, and answers {"result": text} or {"error": text}."""
+    """Tool that a server runs. The server receives {"name", "arguments"} and returns {"result": text} or {"error":
+    text}."""
 
     def __init__(self, name: str, section: ToolSection) -> None:
         whose, example = f"the server of a tool ([tools.{name}] url)", "http://127.0.0.1:9000/call"
         super().__init__(name, section, service_address(section.url or "", "", whose, example))
 
     def __call__(self, arguments: dict[str, Any]) -> str:
-        """Return the server's result. ToolFailure where it gives none, TooSlow where none comes in time."""
+        """Return the server's result. ToolFailure if there is none, TooSlow if none comes in time."""
         response = self.ask({"name": self.name, "arguments": arguments})
         answer = json_of(response) if response.status == 200 else None
         found = answer if isinstance(answer, dict) else {}
@@ -291,8 +293,8 @@ class HttpTool(ToolServer):
 
 
 class ChatTool(ToolServer):
-    """A tool whose result a chat model writes: the documents that a search engine would find for the argument `query`,
-    one a line."""
+    """Tool whose result a chat model writes: the documents that a search engine would find for the argument `query`,
+    one per line."""
 
     def __init__(self, name: str, section: ToolSection) -> None:
         whose, example = f"a chat model's server ([tools.{name}] chat_url)", "http://127.0.0.1:8000/v1"
@@ -302,7 +304,7 @@ class ChatTool(ToolServer):
         self.max_tokens = section.max_tokens or DOCUMENT_TOKENS
 
     def __call__(self, arguments: dict[str, Any]) -> str:
-        """Return the documents. ToolFailure where the model writes none, TooSlow where none come in time."""
+        """Return the documents. ToolFailure if the model writes none, TooSlow if none come in time."""
         asked = {key: arguments[key] for key in ("question", "golds", "noisy")}
         if not isinstance(query := arguments.get("query"), str):
             raise ToolFailure("it was called without a query.")
@@ -319,15 +321,15 @@ class ChatTool(ToolServer):
 
 
 class Replay:
-    """Results of tools as a stored run has them. source: the folder of a run of `train`, whose files `place` names
-    (trajectories/step_000003), that of an evaluation, or a file of `thresher rollout`."""
+    """Results of tools from a stored run. source: the folder of a run of `train`, whose files `place` names
+    (trajectories/step_000003), the folder of an evaluation, or a file of `thresher rollout`."""
 
     def __init__(self, source: str) -> None:
         self.source = Path(source)
         self._read: tuple[str | None, Path, dict[tuple[str, int, int], list[dict[str, Any]]]] | None = None
 
     def result(self, place: str | None, trajectory: Trajectory, call: Call) -> Result:
-        """Return the stored result of a trajectory's next call. UserError where there is none, or one of another
+        """Return the stored result of a trajectory's next call. UserError if there is none, or if it is of another
         call."""
         if self._read is None or self._read[0] != place:
             whole = place is None and self.source.is_file()
@@ -369,8 +371,8 @@ def load_tools(
     say: Callable[[str], None],
     run: RunSection | None = None,
 ) -> Toolbox:
-    """Return the tools of a recipe, with their files imported; with a replay nothing of them is loaded or called. run:
-    what the noise of simulated searches is drawn by."""
+    """Return the tools of a recipe, with their files imported. With a replay no tool is loaded or called. run: its seed
+    and number of steps determine the noise of simulated searches."""
     sections, run = sections or {}, run or RunSection()
     wanted = {name: one.function for name, one in sections.items() if one.function is not None}
     functions = {} if replay is not None else load_functions({f"[tools.{n}] function": f for n, f in wanted.items()})
@@ -390,7 +392,7 @@ def load_tools(
 
 
 def _curriculum(section: ToolSection, run: RunSection) -> Curriculum | None:
-    """Return the curriculum of a tool; None where it is told nothing of noise. A chat model is told always."""
+    """Return the curriculum of a tool; None if it gets no information on noise. A chat model always gets it."""
     if section.noise is None and section.chat_url is None:
         return None
     start, end = section.noise or (0.0, 0.0)

@@ -1,13 +1,14 @@
-"""Rollouts that are trees: samples that go on from the end of another's turn (Tree-GRPO, Ji et al. 2025, 2509.21240).
+"""Rollouts as trees: samples that continue from the end of another's turn (Tree-GRPO, Ji et al. 2025, 2509.21240).
 
 Each of the M trees of a question begins as one sample. In each of L rounds N of its nodes are drawn, and from each of
-them another sample goes on by itself to its end: M (1 + N L) samples, which are the leaves. A node is the prompt, or
-the end of a turn that another turn followed. Nodes are drawn uniformly and with replacement, as the paper's code draws
-them, by (seed of the tree's first sample, round); a round begins when all samples of its tree so far have ended.
+them another sample continues independently to its end. This gives M (1 + N L) samples, which are the leaves. A node is
+the prompt, or the end of a turn that another turn followed. Nodes are drawn uniformly and with replacement, as in the
+paper's code, by (seed of the tree's first sample, round). A round begins when all samples of its tree so far have
+ended.
 
-An episode is a generator and cannot be copied. A sample that goes on from a node has a new generator of the same
-episode, which is sent what the other one was sent up to there. So an episode has to be a function of what it is sent;
-`replay` compares what it asks for.
+An episode is a generator and cannot be copied. A sample that continues from a node has a new generator of the same
+episode, to which the values are sent that the first one received up to the node. An episode therefore has to be a
+function of these values; `replay` compares its requests.
 """
 
 from collections.abc import Sequence
@@ -23,20 +24,20 @@ from thresher.engine.decoding.scheduler import SharedPrompt
 from thresher.engine.episode import Episode, Request
 
 J = TypeVar("J", bound="Seeded")  # a job
-S = TypeVar("S")  # a sample that is under way
+S = TypeVar("S")  # a sample in progress
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """trees: of each question, M. nodes: that each of them expands in a round, N."""
+    """Shape of the trees of a question. trees: number of trees, M. nodes: nodes that each expands per round, N."""
 
     trees: int
     nodes: int
 
 
 class Exchange(NamedTuple):
-    """What an episode was sent, and a digest of the request that it answered with."""
+    """A value that was sent to an episode, and a digest of the request that the episode then yielded."""
 
     sent: object
     request: bytes
@@ -44,8 +45,8 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Node(Generic[S]):
-    """A place where samples may go on: behind `turns` turns of the sample number `sample`. state: a copy of it. prompt:
-    the ids of the context that it was in. exchanges: all with its episode until then."""
+    """A point from which samples may continue: after `turns` turns of the sample number `sample`. state: copy of that
+    sample. prompt: ids of its context there. exchanges: all exchanges with its episode until then."""
 
     sample: int
     turns: int
@@ -56,7 +57,8 @@ class Node(Generic[S]):
 
 @dataclass(slots=True, eq=False)
 class Tree(Generic[J, S]):
-    """seed: of its first sample. rounds: the jobs of each round to come. playing: samples that have not ended."""
+    """Tree of samples. seed: seed of the first sample. rounds: jobs of each round to come. playing: number of samples
+    that have not ended."""
 
     seed: int
     rounds: list[list[J]]
@@ -65,7 +67,7 @@ class Tree(Generic[J, S]):
     round: int = 0
 
     def end_sample(self) -> list[tuple[J, Node[S]]]:
-        """Note that a sample has ended. Return the jobs of the next round, each with its node, if it begins now."""
+        """Record that a sample has ended. If the next round begins now, return its jobs, each with its node."""
         self.playing -= 1
         if self.playing or not self.rounds:
             return []
@@ -77,14 +79,14 @@ class Tree(Generic[J, S]):
 
 @dataclass(slots=True, eq=False)
 class Growth(Generic[J, S]):
-    """What a sample leaves to those that go on from it: its tree, and the exchanges with its episode."""
+    """Data for samples that continue from this one: its tree, and the exchanges with its episode."""
 
     tree: Tree[J, S]
     exchanges: list[Exchange] = field(default_factory=list)
 
     def send(self, episode: Episode, answer: object) -> Request:
-        """Send an answer to the episode and return its request; keep both for others."""
-        kept = copy(answer)  # the episode may change what it is sent
+        """Send an answer to the episode and return its request; record both for other samples."""
+        kept = copy(answer)  # because the episode may modify the answer
         request = episode.send(answer)
         self.exchanges.append(Exchange(kept, _digest(request)))
         return request
@@ -96,8 +98,8 @@ class Seeded(Protocol):
 
 
 def plant(jobs: Sequence[J], shape: TreeShape) -> list[tuple[J, Tree[J, Any]]]:
-    """Split a question's jobs: the first begin trees, each returned with its tree, and the rest are dealt to the trees,
-    `shape.nodes` to each in a round."""
+    """Split a question's jobs. The first jobs begin trees and are returned with them; the rest are distributed over the
+    trees, `shape.nodes` to each per round."""
     firsts, rest = jobs[: shape.trees], jobs[shape.trees :]
     rounds = range(0, len(rest), shape.trees * shape.nodes)
     return [
@@ -107,8 +109,8 @@ def plant(jobs: Sequence[J], shape: TreeShape) -> list[tuple[J, Tree[J, Any]]]:
 
 
 def replay(episode: Episode, exchanges: Sequence[Exchange], system: str) -> Request | None:
-    """Bring a new episode to where another was; return the request that it waits with, None at its beginning. UserError
-    where it asks for something else."""
+    """Bring a new episode to the state of another; return the request that it waits with, None at its beginning.
+    UserError if it makes another request."""
     request: Request | None = None
     next(episode)
     for exchange in exchanges:
@@ -125,7 +127,7 @@ def replay(episode: Episode, exchanges: Sequence[Exchange], system: str) -> Requ
 
 
 def copied(record: R, **changes: Any) -> R:
-    """Return a copy of a dataclass with lists and dictionaries of its own, and these changes."""
+    """Return a copy of a dataclass with copied lists and dictionaries, and with these changes."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}  # type: ignore[arg-type]
     own = {name: copy(value) for name, value in values.items() if isinstance(value, list | dict)}
     return replace(record, **own | changes)  # type: ignore[type-var]

@@ -1,9 +1,9 @@
-"""Play groups on that outlive a rollout, for rollout.partial.
+"""Continue groups that outlive a rollout, for rollout.partial.
 
-What an unfinished group keeps is its log: all that was written, found and returned for it, and what had been drawn of
-the turns that were under way. The next rollout plays the group from its beginning and takes each answer from the log
-until there is none; what has been drawn is prefilled again, under the new weights. A killed run goes on in the same
-way, from the logs of its checkpoint, and so with the same bits.
+An unfinished group keeps its log, which holds all turns, search hits and results for it, and the tokens drawn so far of
+turns in progress. The next rollout plays the group from its beginning and takes each answer from the log while there
+are any; the tokens drawn so far are prefilled again, under the new weights. A killed run continues in the same way from
+the logs of its checkpoint, and therefore with the same bits.
 """
 
 import time
@@ -44,13 +44,13 @@ def play_on(
     keep: bool = False,
     recorded: "RecordedDraws | None" = None,
 ) -> None:
-    """Play unfinished groups on, and new ones, until `more` returns None; they keep what they have come to.
+    """Play unfinished groups and new ones until `more` returns None; groups keep their progress.
 
-    version: of the weights, which every token drawn now tells (`Segment.versions`). more: is called at each step with
-    the groups that are complete since its last call, and returns those to begin. shape: of the trees of each group.
-    keep: leave keys and values to the next call, which uses them if nothing was decoded in between and `rollout.kept`
-    still is the pool. recorded: by which each sample draws as many tokens as it did in another run, however long a
-    server or a tool takes; it is over once they have.
+    version: version of the weights, recorded for every token drawn now (`Segment.versions`). more: called at each step
+    with the groups completed since its last call; it returns the groups to begin. shape: shape of the trees of each
+    group. keep: leave keys and values to the next call, which uses them if nothing was decoded in between and
+    `rollout.kept` still is the pool. recorded: makes each sample draw as many tokens as in another run, however long a
+    server or a tool takes; the rollout then lasts until they have.
     """
     clock, decoder = RolloutClock(), rollout.decoder
     rollout.clock, started = clock, time.perf_counter()
@@ -80,27 +80,27 @@ def play_on(
 
 
 class LastingWriter(DecoderWriter):
-    """A DecoderWriter that takes what an earlier rollout wrote, and leaves what a later one is to finish."""
+    """DecoderWriter that accepts turns from an earlier rollout, and leaves unfinished turns to a later one."""
 
     def supply(self, sample: Sample, written: Written) -> None:
-        """Take a turn that an earlier rollout wrote, or what it scored, in place of writing it."""
+        """Accept a turn or scores from an earlier rollout instead of computing them."""
         sequence = self.begun.pop(sample).sequence
         sequence.ids.extend(written.ids)
-        sequence.carried = len(sequence.ids) - 1  # the last was drawn, and not fed
+        sequence.carried = len(sequence.ids) - 1  # the last one was drawn and not fed
 
     def supply_beginning(self, sample: Sample, drawn: Written) -> None:
-        """Take what an earlier rollout drew of the turn that has been begun."""
+        """Accept the tokens that an earlier rollout drew of the turn that has begun."""
         turn = self.begun[sample]
         turn.sequence.carried = len(turn.sequence.ids) + len(drawn.ids) - 1
         self.begun[sample] = turn._replace(drawn=drawn)
 
     def interrupt(self) -> list[tuple[Sample, Written]]:
-        """Stop writing; return the turns that have ended since the last step. `unfinished` has the others."""
+        """Stop writing; return the turns that have ended since the last step. `unfinished` returns the others."""
         return self._ended_turns(self.decoder.interrupt())
 
     def unfinished(self) -> list[tuple[Sample, Written]]:
-        """Return what has been drawn of each turn that was interrupted. What was scored of a text is dropped: it is
-        scored by one version of the weights."""
+        """Return the tokens drawn so far of each interrupted turn. Scores of an unfinished text are dropped, because
+        one version of the weights scores a text."""
         found = [
             (sample, self._written(sequence, drawn))
             for sequence, (sample, drawn) in self.writing.items()
@@ -111,14 +111,14 @@ class LastingWriter(DecoderWriter):
 
 
 class ReplayingWriter(LastingWriter):
-    """A LastingWriter under which each sample draws as many tokens as it did in another run. held: turns of which all
-    of these have been drawn."""
+    """LastingWriter under which each sample draws as many tokens as in another run. held: turns of samples that have
+    drawn all of these."""
 
     def __init__(self, *setting: Any, recorded: "RecordedDraws") -> None:
         super().__init__(*setting)
         self.recorded = recorded
         self.held: dict[Sample, BegunTurn] = {}
-        self.cut: dict[Sample, BegunTurn] = {}  # turns that have got less room, as they were
+        self.cut: dict[Sample, BegunTurn] = {}  # turns whose room was reduced, as they were before
         self.drawn: Counter[Sample] = Counter()
 
     def unfinished(self) -> list[tuple[Sample, Written]]:
@@ -149,9 +149,9 @@ class ReplayingWriter(LastingWriter):
 
 
 class RecordedDraws:
-    """How many tokens each sample of a stored run drew under each version of the weights.
+    """Number of tokens that each sample of a stored run drew under each version of the weights.
 
-    run: its folder, with the trajectories of all `steps`. UserError where they do not tell versions.
+    run: folder of the run, with the trajectories of all `steps`. UserError if they record no versions.
     """
 
     def __init__(self, run: str | Path) -> None:
@@ -168,7 +168,7 @@ class RecordedDraws:
                 self._add(step, record, f"{file}:{number}")
 
     def count(self, sample: Sample, version: int) -> int:
-        """Return how many tokens a sample draws under these weights; 0 for one that the run does not have."""
+        """Return the number of tokens that a sample draws under these weights; 0 for one that the run does not have."""
         return self._counts[sample.group.step or 0, sample.job.group, sample.key, version]
 
     def _add(self, step: int, record: Mapping[str, Any], where: str) -> None:
@@ -193,7 +193,7 @@ class LastingPlay(Play):
 
     def __init__(self, *setting: Any) -> None:
         super().__init__(*setting)
-        self.complete: list[Group] = []  # since they were last taken
+        self.complete: list[Group] = []  # since the last `take_complete`
 
     def keep_answer(self, sample: Sample, answer: Answer) -> None:
         sample.group.log.append((sample.key, answer))
@@ -207,10 +207,10 @@ class LastingPlay(Play):
         return complete
 
     def go_on(self, group: Group) -> None:
-        """Play an unfinished group to where it was, by its log. UserError where the episode asks for something else."""
+        """Bring an unfinished group to its last state by its log. UserError if the episode makes another request."""
         log, drawn = group.log, group.drawn
         group.log, group.drawn, group.samples, group.branches, group.playing = [], {}, {}, [], 0
-        self.replaying, self.clock = True, RolloutClock()  # what is played again does not count again
+        self.replaying, self.clock = True, RolloutClock()  # replayed work does not count again
         self.begin_groups([group])
         for key, answer in log:
             sample = self._waiting(group, key, answer)
@@ -226,7 +226,7 @@ class LastingPlay(Play):
             self.writer.supply_beginning(self._waiting(group, key, beginning), beginning)
 
     def _waiting(self, group: Group, key: str, answer: Answer) -> Sample:
-        """Return the sample that waits for an answer of this kind. UserError where it does not."""
+        """Return the sample that waits for an answer of this kind. UserError if there is none."""
         sample = group.samples.get(key)
         if sample is not None and not sample.trajectory.reason:
             turn, searches = self.writer.begun.get(sample), key in self.queries
@@ -243,7 +243,7 @@ class LastingPlay(Play):
         )
 
     def interrupt(self) -> None:
-        """Stop writing, and leave each group with its log. Searches and calls of tools are waited for."""
+        """Stop writing, and leave each group with its log, after waiting for running searches and calls of tools."""
         self.serve_written(self.writer.interrupt())
         while self.asked or self.search is not None or self.runner.tools.waiting:
             self.search_beside(wait=True)

@@ -1,4 +1,4 @@
-"""From trajectories, or anyone's transcripts, to rewards: judges are asked first, then the reward is a pure function.
+"""From trajectories or foreign transcripts to rewards: judges are called first, then the reward is a pure function.
 
-Another kind of judge may come in; rewards themselves stay in rewards/.
+Other kinds of judges belong here; rewards themselves stay in rewards/.
 """

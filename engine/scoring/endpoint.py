@@ -1,14 +1,15 @@
-"""The HTTP client of any chat model behind OpenAI's /v1/chat/completions: retries, concurrency, replies kept on disk.
+"""HTTP client of chat models with OpenAI's /v1/chat/completions: retries, concurrency, replies stored on disk.
 
     endpoint = Endpoint("http://127.0.0.1:8000", "qwen", replies=folder / "replies.jsonl")
     texts = endpoint.complete([[{"role": "user", "content": "Who wrote Emma?"}]])
 
-Each reply is appended to a file as soon as it has arrived, under the digest of all that decides it (model, messages,
-temperature, max_tokens; not the address), so that a run that died asks only for the rest.
+Each reply is appended to a file as soon as it has arrived, under the digest of everything that decides it (model,
+messages, temperature, max_tokens; not the address), so that a run that died requests only the rest.
 
-A server that is away, overloaded or slow (no connection, 408, 425, 429, 5xx) is asked again after pauses that double,
-or as long as its Retry-After says, until patience ends. A reply that cannot be used is asked for once more. Any other
-refusal is final. Each ends in a UserError. Not supported: streaming, tools, several samples of one request, proxies.
+A request to a server that is unreachable, overloaded or slow (no connection, 408, 425, 429, 5xx) is repeated after
+pauses that double, or as long as its Retry-After says, until patience ends. A reply that cannot be used is requested
+once more. Any other refusal is final. Each ends in a UserError. Not supported: streaming, tools, several samples of one
+request, proxies.
 """
 
 import hashlib
@@ -48,13 +49,13 @@ Messages = Sequence[Mapping[str, str]]
 
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-PASSING = frozenset({408, 425, 429})  # and all from 500 on
-# A refusal for good that comes with a status that passes elsewhere.
+PASSING = frozenset({408, 425, 429})  # transient statuses, like all from 500 on
+# A final refusal that comes with a status that is otherwise transient.
 FINAL_CODES = frozenset({"insufficient_quota"})
 
 
 class _Passing(Exception):
-    """Error for a failure that may pass; after: seconds that the server asks to wait."""
+    """Error for a failure that may be transient. after: seconds that the server asks to wait."""
 
     def __init__(self, words: str, after: float = 0.0) -> None:
         super().__init__(words)
@@ -66,13 +67,13 @@ class Unusable(Exception):
 
 
 class _Called(Exception):
-    """Error for a request that is given up because another has failed."""
+    """Error for a request that is cancelled because another has failed."""
 
 
 class Replies:
-    """Replies by the digest of their request, in memory and, where there is a path, as stored records on disk. The file
-    and its folders are made with the first reply. UserError for a file that cannot be read or written, is not as it was
-    written, or holds a line of another kind. Thread-safe; not for two processes at once."""
+    """Replies by the digest of their request, in memory and, if there is a path, as stored records on disk. The file
+    and its folders are created with the first reply. UserError for a file that cannot be read or written, was changed,
+    or holds a line of another kind. Thread-safe; not for two processes at once."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class Replies:
         self._log = None if path is None else self._opened(Path(path))
 
     def _opened(self, path: Path) -> RecordLog:
-        """Return the file, and what it keeps among what is known."""
+        """Return the log of a file, and add its replies to the known ones."""
         try:
             path.open("rb").close()
         except FileNotFoundError:
@@ -100,7 +101,7 @@ class Replies:
             return self._known.get(key)
 
     def put(self, key: str, request: Mapping[str, Any], reply: str) -> None:
-        """Keep a reply; when this returns, it survives a kill of the process."""
+        """Store a reply; when this returns, it survives a kill of the process."""
         with self._lock:
             self._known[key] = reply
             if self._log is None:
@@ -109,18 +110,18 @@ class Replies:
                 self._log.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise Unwritable(self._log.path, error) from None
-            if self._log.path.exists() and not self._log.as_left:  # another endpoint has kept something since
+            if self._log.path.exists() and not self._log.as_left:  # another endpoint has stored something since
                 self._log = self._opened(self._log.path)
             self._log.append({"key": key, "request": request, "reply": reply})
 
 
 class Endpoint:
-    """Asks `model` of the server at `url`: its root, its /v1, or the whole address of its chat completions.
+    """Client of `model` on the server at `url`: its root, its /v1, or the whole address of its chat completions.
 
-    key: sent as a bearer token, and shown nowhere. timeout: seconds that one reply may take. patience: seconds that the
-    server may stay away. concurrency: requests under way at once. replies: the file that keeps them, None for memory
-    only. say: is called, from any thread, when the waiting begins and ends. path: what the address ends in. UserError
-    for a `url` that is none and for `replies` as Replies.
+    key: sent as a bearer token, and never shown. timeout: seconds to wait for one reply. patience: seconds to retry an
+    unreachable server. concurrency: number of concurrent requests. replies: the file that stores them, None for memory
+    only. say: called, from any thread, when the waiting begins and ends. path: the end of the address. UserError for an
+    invalid `url`, and for `replies` as in Replies.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Endpoint:
         path: str = CHAT_PATH,
     ) -> None:
         self.url, self.model = _address(url, path), model
-        self.requests = 0  # sent to the server since the beginning, repeated ones included
+        self.requests = 0  # number sent to the server so far, repeated ones included
         self._key = key
         self._timeout, self._patience, self._concurrency, self._say = timeout, patience, concurrency, say
         self._replies = Replies(replies)
@@ -155,8 +156,8 @@ class Endpoint:
     ) -> list[str]:
         """Return the reply to each conversation, a list of {"role", "content"}.
 
-        A reply that is not `usable` is not kept and asked for once more. When one request fails, those under way are
-        finished and kept, no other is begun, and its UserError is raised.
+        A reply that is not `usable` is not stored, and is requested once more. When one request fails, those in
+        progress are finished and stored, no other is begun, and its UserError is raised.
         """
         asked = {"model": self.model, "temperature": temperature, "max_tokens": max_tokens}
         return self.replies(
@@ -164,7 +165,7 @@ class Endpoint:
         )
 
     def replies(self, bodies: Sequence[dict[str, Any]], usable: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """Return what `_read` makes of the answer to each request, given as its JSON object; as `complete`."""
+        """Return the result of `_read` for the answer to each request, a JSON object; otherwise as `complete`."""
         keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest() for body in bodies]
         requests = dict(zip(keys, bodies, strict=True))
         # A stored reply may be usable to one caller and not to another.
@@ -190,7 +191,7 @@ class Endpoint:
                         line.to(done, "")
                 called_off.set()
                 wait(asked.values())
-            finally:  # an interrupt waits for none of them
+            finally:  # an interrupt does not wait for any
                 called_off.set()
         failures = [future.exception() for future in asked.values()]
         for failure in failures:
@@ -201,7 +202,7 @@ class Endpoint:
     def _ask(
         self, key: str, request: dict[str, Any], usable: Callable[[str], bool], called_off: threading.Event
     ) -> str:
-        """Return one reply, and store it. UserError where there is none; then no other request begins."""
+        """Request one reply, store and return it. UserError if there is none; then no other request begins."""
         try:
             reply = self._usable_reply(request, usable, called_off)
             self._replies.put(key, request, reply)
@@ -225,7 +226,7 @@ class Endpoint:
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
     def _send(self, body: bytes, called_off: threading.Event) -> HttpAnswer:
-        """Return the server's answer with status 200, after any number of attempts. UserError where it refuses, or
+        """Return the server's answer with status 200, after any number of attempts. UserError if it refuses, or
         patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
@@ -243,7 +244,7 @@ class Endpoint:
                         f"{self.url}: no reply for {self._patience:g} s ({failure}); see to the server and run this "
                         f"again ({self._kept})"
                     ) from None
-                if now + failure.after > deadline:  # to ask sooner is what the server forbids
+                if now + failure.after > deadline:  # the server forbids an earlier request
                     raise UserError(
                         f"{self.url}: wants {failure.after:g} s of rest ({failure}), more than the patience of "
                         f"{self._patience:g} s; raise it, or run this again later ({self._kept})"
@@ -288,11 +289,11 @@ class Endpoint:
 def load_endpoint(
     section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
 ) -> Endpoint:
-    """Return the endpoint of a recipe's [judge], and say its address.
+    """Return the endpoint of a recipe's [judge], and print its address by `say`.
 
-    A recipe names both a variable of this environment and an address, and may come from anyone. So a key is sent only
-    to a host that allow_keys allows for its variable: "VARIABLE@HOST", with the port where the address has one.
-    UserError where that is missing, where the recipe names no chat model, and where the variable is not set.
+    A recipe names both an environment variable and an address, and may come from anyone. So a key is sent only to a
+    host that allow_keys allows for its variable: "VARIABLE@HOST", with the port if the address has one. UserError if
+    that is missing, if the recipe names no chat model, and if the variable is not set.
     """
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
@@ -316,13 +317,13 @@ def load_endpoint(
 
 
 def key_at(variable: str, address: str) -> str:
-    """Return the name in `allow_keys` of a variable and the host of an address, as it will be connected to."""
+    """Return the name in `allow_keys` of a variable and the host of an address, as the client will connect to it."""
     parts = urllib3.util.parse_url(address)
     return f"{variable}@{parts.host}" + (f":{parts.port}" if parts.port else "")
 
 
 def read_key(variable: str) -> str:
-    """Return the key that an environment variable holds. UserError when it is not set, or cannot stand in a header."""
+    """Return the key in an environment variable. UserError if it is not set, or cannot be sent in a header."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "holds what no key can be" if key else "is not set"
@@ -331,7 +332,7 @@ def read_key(variable: str) -> str:
 
 
 def _address(url: str, path: str) -> str:
-    """Return the address of the (chat) completions; a secret in it is refused, for addresses are printed."""
+    """Return the address of the (chat) completions; a secret in it is refused, because addresses are printed."""
     address = service_address(url, path, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
     parts = urlsplit(address)
     if "@" in parts.netloc:
@@ -363,7 +364,7 @@ def _retry_after(response: HttpAnswer) -> float:
 
 
 def _line(text: str) -> str:
-    """Return a text as one line, and not a long one."""
+    """Return a text as one line of at most 200 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else line[:197] + "..."
 

@@ -1,10 +1,10 @@
-"""Judges of rewards and measures: entailment by a local model, verdicts by a chat model.
+"""Judges for rewards and measures: entailment by a local model, verdicts by a chat model.
 
 Entailment is the probability that a text (the premise) makes a claim (the hypothesis) true; `System.claims` gives the
-pairs. The judge is a trained classifier or, where no folder is given, the overlap of words: a stand-in that lets a run
-and its tests work without weights. It is no measure of entailment (a list of names that holds the answer beats it), and
-its name says so in every output. Probabilities are cached by the two texts' digest; they do not depend on the pairs
-beside them (on CUDA up to rounding).
+pairs. The judge is a trained classifier or, if no folder is given, the overlap of words: a stand-in with which a run
+and its tests work without weights. It is no measure of entailment (a list of names that contains the answer defeats
+it), and its name says so in every output. Probabilities are cached by the digest of the two texts; they do not depend
+on the other pairs of a batch (on CUDA up to rounding).
 """
 
 import json
@@ -31,8 +31,8 @@ Pair = tuple[str, str]
 _OF_A_QUESTION = CLAIM.partition("{gold}")[2].partition("{question}")[0]  # between answer and question
 _WORD = re.compile(r"\w+")
 _NEGATIONS = frozenset(["no", "not", "never", "none", "nobody", "nothing", "neither", "nor", "without", "cannot"])
-# Words that say nothing of what a claim is about. "answer" is one, for every claim of the form "X is the answer to 'Q'"
-# holds it and no note has to.
+# Words without content. "answer" is one, because every claim of the form "X is the answer to 'Q'" contains it and a
+# note need not.
 _FUNCTION_WORDS = frozenset(
     _WORD.findall(
         """
@@ -45,7 +45,7 @@ _FUNCTION_WORDS = frozenset(
 
 
 class EntailmentJudge(Protocol):
-    """name: what to call it in outputs."""
+    """Interface of an entailment judge. name: its name in outputs."""
 
     @property
     def name(self) -> str: ...
@@ -56,13 +56,13 @@ class EntailmentJudge(Protocol):
 
 
 class LexicalJudge:
-    """The stand-in: the squared share of the hypothesis's words that the premise holds, halved where only one of the
-    two holds a negation.
+    """Stand-in for a classifier, by overlap of words.
 
-    For a claim "X is the answer to 'Q'" it is multiplied by the share of X's words that are not in Q: a note that
-    repeats the question gets 0, and so does every note where X has no word of its own, as in "Which is larger, X or
-    Y?". Words of grammar and negations do not count, unless the hypothesis has no others. The square separates "nearly
-    all" from "most". An empty premise or hypothesis gives 0.
+    It is the squared share of the hypothesis's words that the premise contains, halved if only one of the two contains
+    a negation. For a claim "X is the answer to 'Q'" it is multiplied by the share that the premise contains of X's
+    words not in Q. So a note that repeats the question gets 0, and so does every note if X has no word of its own, as
+    in "Which is larger, X or Y?". Function words and negations do not count, unless the hypothesis has no others. The
+    square separates "nearly all" from "most". An empty premise or hypothesis gives 0.
     """
 
     name = "lexical overlap (stand-in for an entailment classifier)"
@@ -93,9 +93,10 @@ def _words(text: str) -> set[str]:
 
 
 class ModelJudge:
-    """An NLI classifier of the BERT family. `cut` counts the pairs so far whose premise lost its end to `max_tokens`.
+    """An NLI classifier of the BERT family. `cut` counts the pairs so far whose premise was cut at the end by
+    `max_tokens`.
 
-    Arguments as `load_classifier`; UserError as there, and for a classifier in whose labels entailment cannot be found.
+    Arguments as in `load_classifier`; UserError as there, and for a classifier without a label for entailment.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class ModelJudge:
         self.name = f"entailment by {Path(folder).name}"
 
     def probabilities(self, pairs: Sequence[Pair]) -> list[float]:
-        """Judge as EntailmentJudge has it; all pairs of a call share batches. UserError as `Classifier.logits`."""
+        """Return the probabilities as in EntailmentJudge; all pairs of a call share batches. UserError as in
+        `Classifier.logits`."""
         with console.stage("claims", len(pairs)) as line:
             cut = self._classifier.cut
             logits_BO = self._classifier.logits(pairs, lambda done: line.at(done, str))
@@ -128,7 +130,7 @@ class ModelJudge:
 
 
 class RememberingJudge:
-    """Another judge with a cache of the last `size` pairs. hits: pairs answered without the judge."""
+    """Another judge with a cache of the last `size` pairs. hits: number of pairs answered without the judge."""
 
     def __init__(self, judge: EntailmentJudge, size: int) -> None:
         self.judge = judge
@@ -156,14 +158,14 @@ class RememberingJudge:
 
 
 def _digest(pair: Pair) -> bytes:
-    """Return 16 bytes for a pair, whatever the texts' length; lone surrogates are let pass."""
+    """Return a digest of 16 bytes for a pair, of any length; lone surrogates are allowed."""
     premise, hypothesis = (text.encode("utf-8", "surrogatepass") for text in pair)
     return blake2b(len(premise).to_bytes(8, "little") + premise + hypothesis, digest_size=16).digest()
 
 
 def load_judge(section: JudgeSection) -> EntailmentJudge:
-    """Return the judge of a recipe's [judge]: a classifier where `entailment` names its folder, else the stand-in,
-    which needs no memory."""
+    """Return the judge of a recipe's [judge]. It is a classifier if `entailment` names its folder, else the stand-in,
+    which needs no cache."""
     if section.entailment is None:
         return LexicalJudge()
     judge = ModelJudge(
@@ -195,7 +197,7 @@ PROMPTS = {
     + "Is the response right? It is if it gives the same answer as at least one of those accepted, in whatever words. "
     "It is not if it gives another answer, several between which one would have to choose, or none." + _REPLY,
 }
-# Room for a model that thinks before it replies; one that does not ends by itself.
+# Room for a model that thinks before it replies; one that does not ends earlier.
 MAX_TOKENS = 1024
 # So that no response exceeds the chat model's context.
 RESPONSE_CHARACTERS = 4000
@@ -205,15 +207,15 @@ _YES_NO = re.compile(r"\W*(?:(?:answer|verdict)\W+)?(yes|no)\b", re.IGNORECASE)
 
 
 class Verdicts:
-    """A chat model's yes or no on whether a response is right by the accepted answers (ARENA's LLM-as-judge).
+    """Verdicts of a chat model on whether a response is right by the accepted answers (ARENA's LLM-as-judge).
 
     The prompt shows the accepted answers and the response, not the question, at temperature 0. By default a response
     that gives one of the accepted answers is right, as in ARENA's own prompt; "strict" refuses several answers between
-    which one would have to choose; a file replaces both. A reply that is neither yes nor no is asked for once more and
+    which one would have to choose; a file replaces both. A reply that is neither yes nor no is requested once more, and
     then ends the run.
 
     Golds and response are JSON strings in the prompt, so that neither can end its own quotation. A blank response is
-    wrong without asking, and one of more than RESPONSE_CHARACTERS is cut there. name: for outputs.
+    wrong without a request, and one of more than RESPONSE_CHARACTERS is cut there. name: its name in outputs.
     """
 
     def __init__(self, endpoint: Endpoint, prompt: str = PROMPTS["lenient"], called: str = "lenient") -> None:
@@ -221,8 +223,8 @@ class Verdicts:
         self.name = f"verdict of {endpoint.model}, prompt {called}"
 
     def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
-        """Return a verdict for each (golds, response). UserError as `Endpoint.complete`, also for a reply that is
-        neither yes nor no when asked for twice."""
+        """Return a verdict for each (golds, response). UserError as in `Endpoint.complete`, also if two replies to a
+        request are neither yes nor no."""
         asked = [place for place, (_, response) in enumerate(cases) if response.strip()]
         replies = self._endpoint.complete(
             [[{"role": "user", "content": _filled(self._prompt, *cases[place])}] for place in asked],
@@ -235,15 +237,13 @@ class Verdicts:
 
 
 def read_verdict(reply: str) -> bool | None:
-    """Return the yes or no that a reply begins with, once thoughts up to `</think>` are left out; None if it begins
-    with neither."""
+    """Return whether a reply begins with yes or with no, without thoughts up to `</think>`; None if with neither."""
     found = _YES_NO.match(_THOUGHT.sub("", reply))
     return None if found is None else found[1].lower() == "yes"
 
 
 def read_prompt(choice: str) -> str:
-    """Return the prompt that `judge.prompt` names. UserError for a file that cannot be read, or lacks a place for its
-    data."""
+    """Return the prompt that `judge.prompt` names. UserError for a file that cannot be read, or lacks a placeholder."""
     if choice in PROMPTS:
         return PROMPTS[choice]
     if not os.path.lexists(choice):
@@ -267,5 +267,5 @@ def _quoted(value: object) -> str:
 def load_verdicts(
     section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
 ) -> Verdicts:
-    """Return the verdicts of a recipe's [judge]; UserError as `load_endpoint`."""
+    """Return the verdicts of a recipe's [judge]; UserError as in `load_endpoint`."""
     return Verdicts(load_endpoint(section, allow_keys, say), read_prompt(section.prompt), section.prompt)

@@ -1,6 +1,6 @@
-"""Score a batch of trajectories, in training and evaluation: reward inputs, then judges, then the reward function.
+"""Scoring of trajectories, in training and evaluation: reward inputs, then judges, then the reward function.
 
-Judges answer in one call for all inputs, before any reward is taken; the reward itself is a pure function.
+Judges answer in one call for all inputs, before any reward is computed; the reward itself is a pure function.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Judges:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trajectory with its question and its reward. rated: the reward says something; False where it goes by gold
+    """A trajectory with its question and its reward. rated: whether the reward means something; False if it needs gold
     answers and the question has none."""
 
     question: Question
@@ -44,7 +44,7 @@ class Scored:
     rated: bool = True
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return all that `thresher score` needs to find the same reward again, and the exact ids."""
+        """Return the record from which `thresher score` computes the same reward again, with the exact ids."""
         record = {
             **self.trajectory.to_dict(tokenizer),
             **asked_record(self.question),
@@ -66,7 +66,7 @@ class Scored:
 
 
 def asked_record(question: Question) -> dict[str, Any]:
-    """Return what `thresher score` needs to know of a trajectory's question; its id is the trajectory's."""
+    """Return the values of a trajectory's question that `thresher score` needs; its id is the trajectory's."""
     record: dict[str, Any] = {"question": question.question, "golden_answers": list(question.golds)}
     if question.passages:
         record["passages"] = [{"title": passage.title, "text": passage.text} for passage in question.passages]
@@ -84,7 +84,7 @@ def score(
     tokenizer: Tokenizer,
     judges: Judges | None = None,
 ) -> list[Scored]:
-    """Return each trajectory with its reward; questions[i] is the one that trajectories[i] answers. Groups are whole:
+    """Return each trajectory with its reward; trajectories[i] answers questions[i]. Groups must be complete:
     `System.reward_group` gets all trajectories with the same `group`."""
     attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
@@ -95,12 +95,12 @@ def score(
 
 
 def count_tokens(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Return the function that measures a text in tokens."""
+    """Return a function that counts the tokens of a text."""
     return lambda text: len(tokenizer.encode(text))
 
 
 def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:
-    """Return a trajectory as its reward sees it; lengths are in tokens."""
+    """Return the input of the reward for a trajectory; lengths are in tokens."""
     pieces = trajectory.pieces(tokenizer)
     return RewardInput(
         pieces=pieces,
@@ -117,7 +117,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
 
 
 def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) -> list[RewardInput]:
-    """Return the inputs with the judges' results, each judge asked once for all inputs."""
+    """Return the inputs with the judges' results; each judge is called once for all inputs."""
     if system.claims is not None and judges.entailment is not None:
         claims = [system.claims(attempt) for attempt in attempts]
         found = iter(judges.entailment.probabilities([pair for pairs in claims for pair in pairs]))
@@ -137,13 +137,13 @@ def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) 
 
 
 def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
-    """Run `check_whole` on all of them."""
+    """Run `check_whole` on all trajectories."""
     for entry in scored:
         check_whole(entry.trajectory, tokenizer, tags, max_context)
 
 
 def check_whole(trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
-    """Raise RuntimeError where a trajectory or a branch breaks an invariant, which is a fault of the program."""
+    """Raise RuntimeError if a trajectory or a branch breaks an invariant, which is a fault of the program."""
     for name, one in (("", trajectory), *trajectory.branches.items()):
         if wrong := check_trajectory(one, tokenizer, tags, max_context):
             what = f"branch {name} of the trajectory" if name else "trajectory"

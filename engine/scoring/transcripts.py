@@ -1,17 +1,17 @@
-"""`thresher score`: a JSONL file of transcripts that anyone wrote to rewards, without a model and without a judge.
+"""`thresher score`: from a JSONL file of transcripts of any source to rewards, without a model and without a judge.
 
 in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
-    and what some rewards look at besides:
+    and further keys that some rewards read:
     "passages": [{"title", "text"}, ..], "gold_indices": [1, ..]   given with the question; indices count from 1
     "answers": {"rationale": .., "evidence": .., "full": ..}       EviOmni's three, as the policy wrote them
     "branches": {name: segments}                                   the same, as a run folder stores them
-    "entailment": .87, "verdict": true                             what a judge said; no judge is asked here
+    "entailment": .87, "verdict": true                             results of judges; no judge is called here
     "metadata": {..}                                               the question's other keys
     "scores": [{"context", "text", "turns", "logprobs"}, ..]       texts that were scored, as a run folder stores them
-    "group": 0                                                     its samples are rewarded together; left out: the id's
+    "group": 0                                                     its samples are rewarded together; default: the id's
 out {"id", "reward", "parts": {..}, "answer"}
 
-Lengths are in words, or in tokens where a tokenizer is given. With the run's own tokenizer segments are read from their
+Lengths are in words, or in tokens if a tokenizer is given. With the run's own tokenizer segments are read from their
 ids, and a stored trajectory has, to the bit, the reward that it had in the run.
 """
 
@@ -33,7 +33,7 @@ ANSWERS = ("rationale", "evidence", "full")
 
 
 class Attempt(NamedTuple):
-    """A transcript as its reward sees it, with its id and the group that it is rewarded in."""
+    """A transcript as the input of its reward, with its id and the group in which it is rewarded."""
 
     id: str | int
     group: str
@@ -48,12 +48,12 @@ def score_file(
     tokenizer: str | Path | None = None,
     unverified: bool = False,
 ) -> dict[str, Any]:
-    """Rate every line of `transcripts` into `out`, in order; return the count, the mean reward, and how many lack
-    the gold answers that the reward goes by, if any. tokenizer: its folder. UserError, unless `unverified`, for a file
-    of ours that is not as it was written."""
+    """Score every line of `transcripts` into `out`, in order. Return the count, the mean reward, and how many lack the
+    gold answers that the reward needs, if any. tokenizer: its folder. UserError, unless `unverified`, for a file of
+    ours that was changed."""
     system = load_system(system_name, options)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
-    rewards: list[float | None] = []  # None: it goes by gold answers, and there is none
+    rewards: list[float | None] = []  # None: it needs gold answers, and there is none
     seen: set[tuple[str, str]] = set()  # group and sample
 
     def attempts() -> Iterator[Attempt]:
@@ -73,7 +73,7 @@ def score_file(
             yield Attempt(record["id"], group, attempt)
 
     def scored() -> Iterator[dict[str, Any]]:
-        # A group may lie anywhere in the file; a reward of one attempt needs no more than that.
+        # The attempts of a group may be anywhere in the file; a reward of one attempt needs only that attempt.
         parts = ([one] for one in attempts()) if system.reward_group is None else [list(attempts())]
         for part in parts:
             attempted, groups = [one.attempt for one in part], [one.group for one in part]
@@ -83,7 +83,7 @@ def score_file(
                 rewards.append(result.reward if rated else None)
                 written = {"reward": result.reward, "parts": result.parts} if rated else {"reward": None, "parts": {}}
                 yield {"id": one.id, **written, "answer": result.answer}
-        if not rewards:  # raised here, before anything takes the name of `out`
+        if not rewards:  # raised here, before `out` is created
             raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 
     write_jsonl(out, scored())
@@ -93,14 +93,14 @@ def score_file(
 
 
 def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> RewardInput:
-    """Return a record as rewards see it. UserError, starting with `where`, for what is missing or malformed."""
+    """Return the input of a reward for a record. UserError, starting with `where`, for missing or malformed values."""
     if "id" not in record or not isinstance(record.get("segments"), list):
         raise UserError(
             f"{where}: expected an object with id, golden_answers and a list of segments; add what is missing"
         )
 
     def value(key: str, expected: str, fits: Callable[[Any], bool], default: Any = None) -> Any:
-        """Return what is under a key, or the default in its place."""
+        """Return the value of a key, or the default if it is absent."""
         found = record.get(key, default)
         if (key not in record and default is not None) or fits(found):
             return found
@@ -121,7 +121,7 @@ def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer |
     question = value("question", "a string", lambda v: isinstance(v, str), "")
     gold_indices = value("gold_indices", "a list of whole numbers", lambda v: v is None or _is_list(v, int))
     for index in gold_indices or ():
-        if index < 1 or (passages and index > len(passages)):  # only where passages are given is there a last index
+        if index < 1 or (passages and index > len(passages)):  # there is a last index only if passages are given
             bound = f"of {len(passages)} passages" if passages else "of the passages"
             raise UserError(
                 f"{where}: gold_indices names number {index} {bound}; they count from 1, so fix this record"
@@ -153,7 +153,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def check_judged(attempt: RewardInput, system: System, where: str) -> None:
-    """Raise UserError where the reward depends on a judge's word that the record does not bring."""
+    """Raise UserError if the reward depends on a judge's result that the record does not have."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
             f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
@@ -167,8 +167,7 @@ def check_judged(attempt: RewardInput, system: System, where: str) -> None:
 
 
 def read_pieces(segments: list[Any], where: str, tokenizer: Tokenizer | None = None) -> list[TextSegment]:
-    """Return a transcript's segments as the rewards read them: bytes, from the ids if there are both ids and a
-    tokenizer."""
+    """Return a transcript's segments as bytes, from the ids if there are both ids and a tokenizer."""
     pieces = []
     for number, segment in enumerate(segments):
         source = segment.get("source") if isinstance(segment, dict) else None
@@ -193,8 +192,7 @@ def _decoded(ids: Any, text: str, where: str, tokenizer: Tokenizer) -> bytes:
 
 
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[TextSegment]]:
-    """Read branches from "answers", where all of it is the policy's, or from "branches", which name the source of each
-    text."""
+    """Return the branches of "answers", which are all policy text, and of "branches", which name each text's source."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
     if not isinstance(answers, dict) or not all(
         name in ANSWERS and isinstance(text, str) for name, text in answers.items()

@@ -1,4 +1,4 @@
 """Files that survive a kill: run folders and checkpoints.
 
-Another thing kept on disk, whole or not at all, may come in; nothing that computes it.
+Other files that are written completely or not at all belong here; code that computes their content does not.
 """

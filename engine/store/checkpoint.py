@@ -1,24 +1,24 @@
-"""Checkpoints: what a killed run needs to go on as if nothing had happened, bit for bit.
+"""Checkpoints: files from which a killed run resumes with the same bits as a run that was not killed.
 
     step_000010/
         config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
-        adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
+        adapter/                            with adapters: the run resumes from these and the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
-        unfinished.jsonl                    of a run with rollout.partial or run.async: groups that have begun, and are
-                                            not trained (training/partial.py)
+        unfinished.jsonl                    with rollout.partial or run.async: groups that have begun, and are not yet
+                                            trained (training/partial.py)
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
                                             8 bits as their codes and scales (engine/optim/adamw.py)
-        state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it
-                                            was saved early, "hashes": true}
+        state.json                          {"step": .., "state": JSON of the trainer, "interim": whether it was saved
+                                            early, "hashes": true}
         hashes.json                         of every file above, block by block (common/hashes.py), written last
 
-A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
-What a copy over a network or a full disk may have cut short is found when the newest is looked for: every
-safetensors header must agree with its file's length, and state.json with the folder's name. Whether every bit is what
-was written is asked when a run is to go on from it (`checkpoint_to_resume`).
+A checkpoint is written under another name and renamed when it is on the disk, so a kill leaves the previous one. Files
+that a copy over a network or a full disk cut short are found when the newest checkpoint is looked for: every
+safetensors header must agree with its file's length, and state.json with the folder's name. All bits are checked
+against the hashes when a run resumes from it (`checkpoint_to_resume`).
 
-Deliberately absent: the optimiser's hyperparameters, which the recipe holds; generators of random numbers,
-for noise is a function of seed and position; sharded states.
+Deliberately absent: the optimiser's hyperparameters, which the recipe holds; generators of random numbers, because
+noise is a function of seed and position; sharded states.
 """
 
 import json
@@ -47,21 +47,21 @@ STATE = "state.json"
 
 
 class Savable(Protocol):
-    """A tokenizer, or anything else that writes itself into an existing folder."""
+    """Interface of a tokenizer, or of anything else that writes itself into an existing folder."""
 
     def save(self, path: Path, /) -> None: ...
 
 
 class SavablePolicy(Savable, Protocol):
-    """The part of a policy that is needed here: it writes its own files and names its parameters."""
+    """Interface of a policy that writes its own files and names its parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on the disk: its folder, its step, and the trainer's own state. interim: as `save_checkpoint`
-    has it."""
+    """A complete checkpoint on the disk: its folder, its step, and the trainer's own state. interim: as in
+    `save_checkpoint`."""
 
     path: Path
     step: int
@@ -79,11 +79,11 @@ def save_checkpoint(
     beside: Sequence[Savable] = (),
     interim: bool = False,
 ) -> Path:
-    """Write `folder`/step_XXXXXX, whole or not at all, in place of one that has the name; returns its path.
+    """Write `folder`/step_XXXXXX, completely or not at all, in place of one of the same name; return its path.
 
-    folder: the run's checkpoints folder. beside: a tokenizer, and whatever else has files in it. state: what else the
-    trainer wants back, as JSON (tuples become lists). interim: saved because the run ends early, and not kept beside
-    later ones. UserError, before anything is written, where the disk has no room. Raises ValueError if the optimizer
+    folder: the run's checkpoints folder. beside: a tokenizer, and other objects with files in the checkpoint. state:
+    further state of the trainer, as JSON (tuples become lists). interim: saved because the run ends early, and not kept
+    next to later ones. UserError, before anything is written, if the disk has no room. ValueError if the optimizer
     holds a parameter that is not the policy's, TypeError if `state` is not JSON.
     """
     names = _names(optimizer, policy.named_parameters())
@@ -103,9 +103,9 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """Return the whole checkpoint of the highest step in a run's checkpoints folder, None if there is none.
+    """Return the complete checkpoint of the highest step in a run's checkpoints folder, None if there is none.
 
-    One that is not whole is passed over with a warning that names it.
+    An incomplete one is skipped with a warning that names it.
     """
     for path in reversed(step_folders(Path(folder))):
         try:
@@ -121,12 +121,11 @@ def load_optimizer(
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
     cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, value: value,
 ) -> None:
-    """Put a checkpoint's moments and step counts into `optimizer`, with the bits they were saved with.
+    """Load a checkpoint's moments and step counts into `optimizer`, bit for bit.
 
-    path: one checkpoint's folder. named_params: the policy's, by the names they were saved under. cut: what of a
-    parameter's moment belongs to the parameter here, where that is a part of the one that was saved. The
-    optimizer's hyperparameters stay as they are. Raises UserError for a file that is absent, cut short, or
-    another model's.
+    path: one checkpoint's folder. named_params: the policy's, by the names they were saved under. cut: returns the part
+    of a saved moment that belongs to the parameter here, if that is a part of the saved one. The optimizer's
+    hyperparameters stay as they are. UserError for a file that is absent, cut short, or of another model.
     """
     file = Path(path) / OPTIMIZER
     names = _names(optimizer, named_params)
@@ -141,7 +140,7 @@ def load_optimizer(
         if name not in index_of:
             raise UserError(f"{file}: {tensor_name} belongs to no parameter; save the checkpoint again")
         value = cut(name, value)
-        # A moment is shaped as its parameter, a step count is a scalar. Torch would cast any other silently.
+        # A moment has its parameter's shape, a step count is a scalar. Torch would cast others silently.
         like = _state_like(optimizer, params[index_of[name]], what)
         if like is None or (value.dim() and (value.shape, value.dtype) != (like.shape, like.dtype)):
             wanted = "no such tensor" if like is None else f"{like.dtype} {list(like.shape)}"
@@ -154,17 +153,17 @@ def load_optimizer(
 
 
 def _state_like(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, what: str) -> torch.Tensor | None:
-    """Return a tensor of the shape and dtype that an optimizer's state of this name has; None: it has none such."""
+    """Return a tensor with the shape and dtype of an optimizer's state of this name; None if it has no such state."""
     return optimizer.state_like(param).get(what) if isinstance(optimizer, PartwiseAdamW) else param
 
 
 def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]:
-    """Delete all but the `keep` newest whole checkpoints, that of step `spare`, and what a kill left half-written or
-    half-deleted. One that is interim is kept while it is the newest, and not counted among the `keep`: a run that was
-    interrupted ends with the checkpoints that it would have had.
+    """Delete all checkpoints except the `keep` newest complete ones and that of step `spare`, and leftovers of a kill.
+    An interim one is kept while it is the newest, and not counted among the `keep`, so that an interrupted run ends
+    with the same checkpoints as an uninterrupted one.
 
-    Only the process that saves may call it, and not during a save. A checkpoint that is not whole stays if it
-    is newer than those kept, for a person to look at. Returns the folders of the checkpoints deleted.
+    Only the process that saves may call it, and not during a save. An incomplete checkpoint stays, to be inspected, if
+    it is newer than those kept. Return the folders of the deleted checkpoints.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
@@ -187,8 +186,8 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
 
 
 def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
-    """Return the checkpoint in a folder; UserError if it is not whole. verify: every file is held against its hashes;
-    one that was written without (by an earlier version) is as whole as its headers say."""
+    """Return the checkpoint in a folder; UserError if it is not complete. verify: check every file against its hashes.
+    For a checkpoint without hashes (of an earlier version) only the headers are checked."""
     if verify and (hashes := read_hashes(path)) is not None:
         hashes.check_all()
     content = read_json_object(path / STATE)
@@ -203,14 +202,14 @@ def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
 
 
 def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verify: bool = True) -> Checkpoint | None:
-    """Return the checkpoint of `from_step` in a run's checkpoints folder, of the highest step where that is None; None
-    where there is none, and for step 0, the run's beginning.
+    """Return the checkpoint of `from_step` in a run's checkpoints folder, or that of the highest step if it is None.
+    Return None if there is none, and for step 0, the run's beginning.
 
-    A run never goes back by itself: what was trained since would be lost without a word. Nor does it go on from records
-    that were lost (`RunFolder.check_metrics`), for what was measured then cannot be computed again.
+    A run never goes back by itself, because later training would be lost silently. Nor does it continue from lost
+    records (`RunFolder.check_metrics`), because their measurements cannot be computed again.
 
-    verify: its files are held against their hashes, as `read_checkpoint` has it. UserError where it is damaged, and for
-    a step that has no checkpoint; both name what there is to go back to.
+    verify: check its files against their hashes, as in `read_checkpoint`. UserError if it is damaged, and for a step
+    that has no checkpoint; both name the checkpoints that are left.
     """
     paths = step_folders(Path(folder))
     if from_step is not None:
@@ -238,10 +237,10 @@ def check_resumed(
     period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every,
     also: str = "",
 ) -> None:
-    """Print from where a run goes on. UserError where checkpoints or records are lost.
+    """Print where a run resumes from. UserError if checkpoints or records are lost.
 
-    steps: of the whole run. told: --resume-from names the step. period: the steps between checkpoints. also: added to
-    the line.
+    steps: of the whole run. told: whether --resume-from names the step. period: the steps between checkpoints. also:
+    text added to the line.
     """
     step = checkpoint.step if checkpoint else 0
     if not told:
@@ -252,15 +251,15 @@ def check_resumed(
 
 
 def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """Raise UserError where another process has saved a checkpoint since ours was chosen."""
+    """Raise UserError if another process has saved a checkpoint since ours was chosen."""
     newest = max((step_of(path.name) or 0 for path in step_folders(run.checkpoints)), default=0)
     if newest > (checkpoint.step if checkpoint else 0):
         raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
 
 
 def start_record(run: RunFolder, checkpoint: Checkpoint | None, cuda: bool, told: bool) -> dict[str, Any]:
-    """Return the line of starts.jsonl for a run that starts, or goes on, now. told: --resume-from was given, so that
-    the records that are left are accepted."""
+    """Return the line of starts.jsonl for a run that starts or resumes now. told: whether --resume-from was given, so
+    that the records that are left are accepted."""
     start = {"step": checkpoint.step if checkpoint else 0, **origin(cuda)}
     if told:
         start["metrics"] = run.metrics_mark()

@@ -3,27 +3,27 @@
     recipe.toml                       the resolved recipe, defaults included
     starts.jsonl                      a record of each start: from which step, which code, on what machine
     metrics.jsonl                     a record of each step and of each evaluation; each has a "step"
-    trajectories/step_000010.jsonl    what was sampled in a step; beside it what its update found, token_stats.py
+    trajectories/step_000010.jsonl    a step's trajectories; next to them their tokens' values, token_stats.py
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
-    replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
-    sinks/, tensorboard/, wandb/      where [run] trackers names a tracker: see engine/trackers
+    replies.jsonl                     of a chat model, if one is used, so that no reply is paid for twice
+    sinks/, tensorboard/, wandb/      if [run] trackers names a tracker: see engine/trackers
     summary.json, plots/, report.html at the end
 
-What a run records has checksums (records.py). metrics.jsonl has its closing line, and summary.json the number and the
-digest of its records, once the run is finished.
+Records have checksums (records.py). Once the run is finished, metrics.jsonl has its closing line, and summary.json the
+number and the digest of its records.
 
-The folder appears whole, with its recipe and its lock, or not at all. One process at a time writes to it; the
-lock is the operating system's, so a killed run leaves none behind. A killed run resumes by
+The folder is created completely, with its recipe and its lock, or not at all. One process at a time writes to it; the
+lock is the operating system's, so a killed run leaves no lock. A killed run resumes by
 
     run = RunFolder.resume(path, recipe)
     checkpoint = checkpoint_to_resume(run.checkpoints)
     run.truncate_after(checkpoint.step if checkpoint else -1)  # without one, not even the evaluation before step 1
 
-after which the folder is as it was when that checkpoint was saved, provided that a step's records are written
-before its checkpoint.
+after which the folder is as it was when that checkpoint was saved, provided that a step's records are written before
+its checkpoint.
 
-Deliberately absent: what a metric means, when to save, and any reading of checkpoints.
+Deliberately absent: the meaning of a metric, the choice of when to save, and any reading of checkpoints.
 """
 
 import math
@@ -44,14 +44,14 @@ from thresher.common.records import RecordLog, mark_of, read_object, read_record
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import RunSection
 
-SPENT = ("prefilled_tokens", "sampled_tokens", "computed_tokens")  # of a step's record: what run.token_budget counts
-# What is said of records that are not as they were written, where a run is to go on.
+SPENT = ("prefilled_tokens", "sampled_tokens", "computed_tokens")  # of a step's record, for run.token_budget
+# Advice on records that were changed, when a run is to be resumed.
 REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
 
 
-# The types of what a run stores, for readers of its records. A record with a checksum has them; one of an earlier
-# version, or one that is read unverified, may hold anything. A shape is a kind of value, or a list of one shape, or a
-# dict of shapes by key, with "*" for all other keys. A key may be absent or null, but for a record's step.
+# Types of the stored records, for their readers. A record with a checksum has these types; one of an earlier version,
+# or one that is read unverified, may hold anything. A shape is a kind of value, or a list of one shape, or a dict of
+# shapes by key, with "*" for all other keys. A key may be absent or null, except a record's step.
 Kind = tuple[str, Callable[[Any], bool]]
 
 NUMBER: Kind = ("a number", lambda value: isinstance(value, int | float) and -1e300 < value < 1e300)
@@ -88,12 +88,12 @@ TRAJECTORY = {
 
 
 def trajectories_of(step: int) -> str:
-    """Return where the trajectories of a step lie in a run folder, without the ending."""
+    """Return the path of a step's trajectories in a run folder, without the extension."""
     return f"trajectories/{step_name(step)}"
 
 
 def step_name(step: int) -> str:
-    """Return the name that a step's file or folder has, sorted as its number is up to 999,999."""
+    """Return the name of a step's file or folder. Names sort like their numbers up to 999,999."""
     return f"step_{step:06d}"
 
 
@@ -114,8 +114,8 @@ def step_folders(folder: Path) -> list[Path]:
 class RunFolder:
     """A run's folder. `create` and `resume` lock it for writing: close it, or use it in a `with`.
 
-    `RunFolder(path)` locks and checks nothing: it is for reading, also while another process writes. unverified: its
-    records are read whatever their checksums say.
+    `RunFolder(path)` locks and checks nothing: it is for reading, even while another process writes. unverified: its
+    records are read even if they do not match their checksums.
     """
 
     def __init__(self, path: Path, lock: int | None = None, unverified: bool = False) -> None:
@@ -134,8 +134,8 @@ class RunFolder:
 
     @staticmethod
     def check(path: str | Path, resume: bool) -> None:
-        """Raise UserError if `create` or `resume` would refuse the path at once; for asking before anything long is
-        done."""
+        """Raise UserError if `create` or `resume` would refuse the path at once. Call it before anything that takes
+        long."""
         path = Path(path)
         if not resume and os.path.lexists(path):
             raise UserError(f"{path}: the run folder exists already; resume it, or choose another")
@@ -146,7 +146,7 @@ class RunFolder:
     def existing(
         cls, path: str | Path, advice: str = "name one that `thresher train` wrote", unverified: bool = False
     ) -> "RunFolder":
-        """Return a run folder to read. UserError where there is none, with `advice`, or the runs that lie in the
+        """Return a run folder for reading. UserError if there is none, with `advice` or the names of runs inside the
         path."""
         run = cls(Path(path), unverified=unverified)
         if run.recipe_file.is_file():
@@ -177,12 +177,12 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path, recipe: Recipe, unverified: bool = False) -> "RunFolder":
-        """Return the run folder of a run that was killed, or that is to go on for longer; if `unverified`, from records
-        that are not as they were written.
+        """Return the run folder of a run that was killed, or that is to continue for longer. unverified: accept records
+        that were changed.
 
-        `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
-        does not depend on them (`Recipe.going_on` sees to that where it can), and is stored in its place. Raises
-        UserError if there is no such folder, if it belongs to another recipe, or while another process writes to it.
+        `recipe` may differ from the stored one only in `MAY_CHANGE`, and in its steps only if the learning rate does
+        not depend on them (`Recipe.going_on` ensures that where it can). It replaces the stored one. UserError if there
+        is no such folder, if it belongs to another recipe, or while another process writes to it.
         """
         path = Path(path)
         cls.check(path, resume=True)
@@ -207,7 +207,7 @@ class RunFolder:
             run = cls(path, lock, unverified)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
                 folder.mkdir(exist_ok=True)
-            run._metrics_log()  # refused before anything is written
+            run._metrics_log()  # raises before anything is written
             recipe.write(path / "recipe.toml")
         except BaseException:
             os.close(lock)
@@ -223,18 +223,18 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Give up the lock. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the records of metrics.jsonl; an absent file has none. UserError, naming the line, for those that are
-        not as they were written, and for less than summary.json says that a finished run has."""
+        """Return the records of metrics.jsonl; an absent file has none. UserError, naming the line, for records that
+        were changed, and for fewer of them than summary.json says that a finished run has."""
         return read_metrics(self.path, self.unverified)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what summary.json holds; None where the run is not finished."""
+        """Return the content of summary.json; None if the run is not finished."""
         if not self.summary_file.exists():
             return None
         values = read_object(self.summary_file, unverified=self.unverified)
@@ -242,13 +242,13 @@ class RunFolder:
         return values
 
     def stored_trajectories(self, path: Path) -> Iterator[dict[str, Any]]:
-        """Yield the records of a step's file in trajectories/ or evaluations/. UserError as `metrics`."""
+        """Yield the records of a step's file in trajectories/ or evaluations/. UserError as in `metrics`."""
         for number, record in read_records(path, unverified=self.unverified, owner=self.path):
             check_shape(record, TRAJECTORY, f"{path}:{number}")
             yield record
 
     def starts(self) -> list[dict[str, Any]]:
-        """Return the records of starts.jsonl; an absent file has none. UserError as `metrics`."""
+        """Return the records of starts.jsonl; an absent file has none. UserError as in `metrics`."""
         log = RecordLog(self.starts_file, unverified=self.unverified)
         return [_shaped(record, START, self.starts_file, number) for number, record in log.recover()]
 
@@ -260,35 +260,35 @@ class RunFolder:
         log.append(record)
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append a record to metrics.jsonl, handed to the operating system before this returns.
+        """Append a record to metrics.jsonl, and hand it to the operating system before returning.
 
-        It needs an integer "step". Numbers that are not finite become null, for JSON has none such. UserError where
-        another program has changed the file or taken it away.
+        It needs an integer "step". Numbers that are not finite become null, because JSON has none. UserError if another
+        program has changed or removed the file.
         """
         if not isinstance(record.get("step"), int):
             raise ValueError(f'a metrics record needs an integer "step", got {record.get("step")!r}')
         self._metrics_log().append(record)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
-        """Write trajectories/step_XXXXXX.jsonl, one a line, whole or not at all; returns its path."""
+        """Write trajectories/step_XXXXXX.jsonl, one per line, completely or not at all; return its path."""
         path = self.trajectories / f"{step_name(step)}.jsonl"
         write_records(path, trajectories)
         return path
 
     def write_evaluation(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
-        """Write evaluations/step_XXXXXX.jsonl, one trajectory a line, whole or not at all; returns its path."""
+        """Write evaluations/step_XXXXXX.jsonl, one trajectory per line, completely or not at all; return its path."""
         path = self.evaluations / f"{step_name(step)}.jsonl"
         write_records(path, trajectories)
         return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Close metrics.jsonl and write summary.json, with the mark of the records, whole or not at all."""
+        """Close metrics.jsonl and write summary.json, with the mark of the records, completely or not at all."""
         write_object(self.summary_file, {**summary, "metrics": self._metrics_log().finish()})
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was recorded after a step: metrics, trajectories, checkpoints, and what a kill left unfinished.
+        """Delete what was recorded after a step: metrics, trajectories, checkpoints, and unfinished files of a kill.
 
-        Checkpoints are behind it only where a run is told to go back (engine/store/checkpoint.py).
+        There are checkpoints after it only if a run is told to go back (engine/store/checkpoint.py).
         """
         for path in step_folders(self.checkpoints):
             if (step_of(path.name) or 0) > step:
@@ -297,7 +297,7 @@ class RunFolder:
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
             write_records(self.metrics_file, kept, closed=False)
-            self.summary_file.unlink(missing_ok=True)  # of records that are no more
+            self.summary_file.unlink(missing_ok=True)  # its records no longer exist
             self._metrics = None
         for path in (*self.trajectories.iterdir(), *self.evaluations.iterdir()):
             recorded = step_of(path.stem)
@@ -308,11 +308,12 @@ class RunFolder:
                 path.unlink()
 
     def metrics_mark(self) -> dict[str, Any]:
-        """Return the number of records in metrics.jsonl, and their digest, for a checkpoint to remember."""
+        """Return the number of records in metrics.jsonl, and their digest, to be stored in a checkpoint."""
         return self._metrics_log().mark
 
     def _metrics_log(self) -> RecordLog:
-        """Return metrics.jsonl, read once: to read it for each checkpoint would make each step slower than the last."""
+        """Return the log of metrics.jsonl, which is read once. Reading it for each checkpoint would make each step
+        slower than the last."""
         if self._metrics is None:
             self._metrics = RecordLog(self.metrics_file, unverified=self.unverified, remedy=REMEDY)
             for _ in self._metrics.recover():
@@ -320,9 +321,9 @@ class RunFolder:
         return self._metrics
 
     def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
-        """Raise UserError unless the records up to a checkpoint's step are those that it was saved with, by its
-        `metrics_mark` (None: of an earlier version), or those with which a person has gone on from it; behind them the
-        evaluation that belongs to it may have been added."""
+        """Raise UserError unless the records up to a checkpoint's step are those that it was saved with. mark: the
+        checkpoint's `metrics_mark` (None: of an earlier version). Records with which a user has resumed from it are
+        accepted too, and the evaluation that belongs to it may have been added after them."""
         if mark is None:
             return
         found = read_metrics(self.metrics_file, self.unverified, REMEDY)
@@ -334,15 +335,15 @@ class RunFolder:
             )
 
     def _accepted(self, step: int) -> list[dict[str, Any]]:
-        """Return the marks of records with which a person has gone on from a step."""
+        """Return the marks of records with which a user has resumed from a step."""
         marks = [start.get("metrics") for start in self.starts() if start["step"] == step]
         return [mark for mark in marks if isinstance(mark, dict) and {"records", "sha256"} <= mark.keys()]
 
     def check_checkpoints(
         self, step: int, period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every
     ) -> None:
-        """Raise UserError where there are records of steps behind which a checkpoint later than `step`, the newest that
-        is left, was saved. period: the steps between checkpoints, by the stored recipe."""
+        """Raise UserError if a checkpoint later than `step`, the newest that is left, was saved and is lost. There are
+        then records of steps after it. period: the steps between checkpoints, by the stored recipe."""
         every = period(load_recipe(self.recipe_file))
         due = (step // every + 1) * every
         records = read_metrics(self.metrics_file, self.unverified, REMEDY)
@@ -361,14 +362,14 @@ def sft_folder(out: str | Path) -> Path:
 
 
 def to_be_resumed(command: str, out: str | Path) -> bool:
-    """Return True if `thresher train --out OUT` or `thresher sft --out OUT` was begun before, so that it needs
-    --resume. False for every other command."""
+    """Return whether `thresher train --out OUT` or `thresher sft --out OUT` was begun before and needs --resume. False
+    for every other command."""
     folder = {"train": Path, "sft": sft_folder}.get(command)
     return folder is not None and folder(out).exists()
 
 
 def saved_so_far(path: str | Path) -> str | None:
-    """Say what a run folder keeps of a run that was interrupted; None where there is no folder yet."""
+    """Return a sentence on what is saved of an interrupted run; None if there is no folder yet."""
     run = RunFolder(Path(path))
     if not run.recipe_file.is_file():
         return None
@@ -377,8 +378,7 @@ def saved_so_far(path: str | Path) -> str | None:
 
 
 def count_starts(path: str | Path) -> int:
-    """Count how often a run was started or gone on with, up to its first step or beyond; 0 where there is no folder
-    yet."""
+    """Return how often a run was started or resumed, and got to its first step; 0 if there is no folder yet."""
     file = RunFolder(Path(path)).starts_file
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
@@ -392,13 +392,13 @@ def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(path: str | Path, unverified: bool = False, remedy: str = READ_REMEDY) -> list[dict[str, Any]]:
-    """Return `RunFolder.metrics` of a run folder, or of its metrics.jsonl. remedy: as `read_records` has it."""
+    """Return `RunFolder.metrics` of a run folder, or of its metrics.jsonl. remedy: as in `read_records`."""
     path = Path(path)
     if path.is_dir():
         path /= "metrics.jsonl"
     summary, expected = path.with_name("summary.json"), None
     if summary.exists() and not unverified:
-        with suppress(UserError):  # which is said of summary.json, where that is read
+        with suppress(UserError):  # it is raised where summary.json itself is read
             expected = read_object(summary).get("metrics")
     log = RecordLog(path, unverified=unverified, remedy=remedy)
     found = log.recover(expected if isinstance(expected, dict) else None)
@@ -406,12 +406,12 @@ def read_metrics(path: str | Path, unverified: bool = False, remedy: str = READ_
 
 
 def _shaped(record: dict[str, Any], shape: Any, path: Path, number: int) -> dict[str, Any]:
-    check_shape({"step": None, **record}, shape, f"{path}:{number}")  # without a step it is no record of these
+    check_shape({"step": None, **record}, shape, f"{path}:{number}")  # a record without a step is refused
     return record
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raise UserError, starting with `where` and naming the key, where a value is not of its shape."""
+    """Raise UserError, starting with `where` and naming the key, if a value does not have its shape."""
     if isinstance(shape, tuple):
         expected, fits = shape[0], shape[1](value)
     else:
@@ -431,10 +431,10 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best checkpoint of a run: a model folder, its step, and what it was chosen by, its `metric` on the dev split.
+    """The best checkpoint of a run: a model folder, its step, and the `metric` on the dev split that it is chosen by.
 
-    The evaluations that a run stores as it goes decide, so that choosing costs no further pass and looks at nothing but
-    the dev split. lost: the step that was better still and whose checkpoint is not kept, None if there is none.
+    It is chosen by the evaluations that a run stores, so the choice needs no further pass and uses only the dev split.
+    lost: the best step of all, if its checkpoint is not kept; else None.
     """
 
     path: Path
@@ -445,29 +445,29 @@ class Best:
 
 
 def tokens_spent(records: Iterable[Mapping[str, Any]]) -> int:
-    """Return the tokens that these steps computed, as run.token_budget counts them: prefilled and sampled in rollouts,
-    and those of the updates, where a shared one counts once. Evaluations, reference and old log-probs are not
-    counted."""
+    """Return the number of tokens that these steps computed, as run.token_budget counts them. These are the prefilled
+    and sampled tokens of rollouts, and those of the updates, where a shared one counts once. Evaluations, reference and
+    old log-probs are not counted."""
     return sum(record.get(kind) or 0 for record in records if "eval" not in record for kind in SPENT)
 
 
 def expected_steps(run: RunSection, step: int, spent: int) -> int:
-    """Return the steps of a run that has done `step` of them with `spent` tokens: run.steps, or as many as
-    run.token_budget allows with the same tokens a step."""
+    """Return the expected steps of a run that has done `step` of them with `spent` tokens. They are run.steps, or as
+    many as run.token_budget allows with the same tokens per step."""
     if run.token_budget is None or not step:
         return run.steps
     return min(run.steps, max(step, math.ceil(step * run.token_budget / max(spent, 1))))
 
 
 def chosen_by(records: Sequence[Mapping[str, Any]], metric: str | None) -> str:
-    """Return the measure that evaluations are ranked by: `metric` (run.best_metric), by default exact match, and the
-    reward where none has that."""
+    """Return the measure that evaluations are ranked by. It is `metric` (run.best_metric), by default exact match, or
+    the reward if no evaluation has that."""
     return metric or ("em" if any((one.get("eval") or {}).get("em") is not None for one in records) else "reward")
 
 
 def evaluations_by_dev(records: Sequence[Mapping[str, Any]], metric: str | None = None) -> list[Mapping[str, Any]]:
     """Return the records of evaluations that have the measure of `chosen_by`, the best first. Of equal ones the higher
-    F1 wins, then the earlier step, which has moved less far from its reference."""
+    F1 is first, then the earlier step, which has moved less far from its reference."""
     name = chosen_by(records, metric)
     known = [record for record in records if record.get("eval") and record["eval"].get(name) is not None]
     return sorted(known, key=lambda r: (-r["eval"][name], -(r["eval"].get("f1") or 0.0), r["step"]))
@@ -476,7 +476,7 @@ def evaluations_by_dev(records: Sequence[Mapping[str, Any]], metric: str | None 
 def best_checkpoint(path: str | Path) -> Best:
     """Return the best kept checkpoint of a run folder; step 0 is the model that the run started from.
 
-    UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
+    UserError for a folder that is no run, for a run without an evaluation, and if no evaluated step is kept.
     """
     run = RunFolder.existing(path)
     recipe, records = load_recipe(run.recipe_file), read_metrics(run.metrics_file, remedy="put a copy back")

@@ -1,25 +1,26 @@
-"""Values of each sampled token in a step's update: step_000010.safetensors beside the step's trajectories.
+"""Values of each sampled token in a step's update: step_000010.safetensors next to the step's trajectories.
 
     counts_N       int32    P of each trajectory, in the order of the JSONL's lines
-    sampled_P      float32  log-prob when the token was drawn
+    sampled_P      float32  log-prob when the token was sampled
     recomputed_P   float32  log-prob by the update's own forward; nan: the token was not in the update
     entropy_P      float16  of the policy's next-token distribution there; nan likewise
-    clipped_P      bool     the clip left the surrogate term no gradient
+    clipped_P      bool     whether the clip left the surrogate term without a gradient
     reference_P    float32  log-prob by the reference; absent without a KL
-    advantage_P    float32  the advantage times the importance weight; absent where each trajectory has one for all
+    advantage_P    float32  the advantage times the importance weight; absent if it is one per trajectory
     gradient_P     float32  minus the loss's derivative by the token's own logit; absent in files of earlier versions
-    branches_B     float32  log-prob when drawn, of the tokens of the other branches, which are in no update
+    branches_B     float32  log-prob when sampled, of the tokens of the other branches, which are in no update
 
 All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of
-the first pass over the batch, taken from the loss as it stands: no forward is run for them, and they come to the host
-once a step.
+the first pass over the batch, taken from the loss: no forward is run for them, and they are copied to the host once per
+step.
 
-The gradient is that of the step's loss, whatever the objective, its weights and 1 / temperature included: the number
-which the update's backward began with at the token's logit before the temperature.
+The gradient is that of the step's loss, for any objective, with its weights and 1 / temperature: the value from which
+the update's backward begins, at the token's logit before the temperature.
 
-Deliberately absent: what follows from these and the recipe (ratios, KL estimators), and the text (the JSONL's ids).
-Axes: N trajectories, P their sampled tokens one behind the other (each one's own, then those of its trained branches),
-B those of the other branches, R rows of a micro-batch.
+Deliberately absent: values that follow from these and the recipe (ratios, KL estimators), and the text (the JSONL's
+ids).
+Axes: N trajectories, P their concatenated sampled tokens (each one's own, then those of its trained branches), B those
+of the other branches, R rows of a micro-batch.
 """
 
 import json
@@ -57,8 +58,7 @@ ALWAYS = ("sampled", "recomputed", "entropy", "clipped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
-    """Of one trajectory: arrays [P] by the names of DTYPES, and the log-probs [B] of its branches that are not trained,
-    one behind the other."""
+    """Values of one trajectory: arrays [P] by the names of DTYPES, and log-probs [B] of its untrained branches."""
 
     key: Key
     values: dict[str, Array]
@@ -67,20 +67,20 @@ class TokenStats:
 
 @dataclass(slots=True)
 class TokenRecorder:
-    """Keeps what each micro-batch found of its rows, on the device where it was found."""
+    """Recorder of the values of each micro-batch's rows, which stay on their device."""
 
     _items: list[tuple[Key, int, int]] = field(default_factory=list)
     _values_R: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, items: Sequence[tuple[Key, int, int]], values_R: Mapping[str, torch.Tensor]) -> None:
-        """Add a micro-batch. items: the key, the number of the context and the number of rows of each sequence of the
-        micro-batch, in the order of its rows."""
+        """Add a micro-batch. items: the key, the context's number and the number of rows of each sequence, in the order
+        of the micro-batch's rows."""
         self._items.extend(items)
         for name, value_R in values_R.items():
             self._values_R.setdefault(name, []).append(value_R.detach())
 
     def found(self) -> dict[Key, dict[str, Array]]:
-        """Return the values of each trajectory, those of its contexts in order, copied to the host: once for each
+        """Return the values of each trajectory, its contexts in order. They are copied to the host once for each
         name."""
         ends = np.cumsum([count for _, _, count in self._items])[:-1]
         parts: dict[str, list[Array]] = {
@@ -99,8 +99,9 @@ class TokenRecorder:
 def stats_of(
     sampled: Mapping[Key, Sequence[float]], branches: Mapping[Key, Sequence[float]], recorder: TokenRecorder
 ) -> list[TokenStats]:
-    """Return the values of each trajectory's sampled tokens, given their log-probs when drawn and those of the branches
-    that are not trained. What the recorder found is of the last of these tokens: those before were inherited."""
+    """Return the values of each trajectory's sampled tokens. sampled, branches: log-probs when sampled, of these tokens
+    and of the branches that are not trained. The recorder has values of the last tokens only; those before were
+    inherited."""
     found = recorder.found()
     names = [name for name in DTYPES if name in (*ALWAYS, *next(iter(found.values()), {}))]
     entries = []
@@ -118,12 +119,12 @@ def _blank(name: str, count: int) -> Array:
 
 
 def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) -> bool:
-    """Write a step's file, whole or not at all, and delete the oldest of its kind beside it until all take at most
-    `most_bytes`. Returns whether it was written: a file that is larger by itself is not."""
+    """Write a step's file completely or not at all, and delete the oldest ones until all take at most `most_bytes`.
+    Return whether it was written: a file that is larger by itself is not."""
     names = [name for name in DTYPES if any(name in entry.values for entry in stats)]
     counts = [len(entry.values["sampled"]) for entry in stats]
     arrays: dict[str, Array] = {"counts_N": np.array(counts, np.int32)}
-    for name in names:  # a rank that had nothing to train on knows of no reference
+    for name in names:  # a rank without sequences to train on has no reference
         columns = [entry.values.get(name, _blank(name, count)) for entry, count in zip(stats, counts, strict=True)]
         arrays[f"{name}_P"] = np.concatenate(columns)
     arrays["branches_B"] = np.concatenate([np.empty(0, np.float32), *(entry.branches for entry in stats)])
@@ -147,9 +148,10 @@ def _digest(arrays: Mapping[str, Array]) -> str:
 def read_token_stats(
     path: Path, counts: Sequence[int], branches: Sequence[int], unverified: bool = False
 ) -> list[TokenStats] | None:
-    """Return the values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches
-    that are not trained, keyed by their order; None where there is no file. UserError for a file that is damaged or of
-    other trajectories and, unless `unverified`, for one whose values are not those of its digest."""
+    """Return the values of each trajectory of the JSONL, keyed by their order; None if there is no file. counts,
+    branches: for each trajectory, the number of sampled tokens and of tokens in branches that are not trained.
+    UserError for a file that is damaged or of other trajectories and, unless `unverified`, for one whose values do not
+    match its digest."""
     if not path.exists():
         return None
     data = read_bytes(path)

@@ -1,8 +1,9 @@
-"""Trained systems, one file per paper with its protocol and switches; prompt and preset lie beside it.
+"""Trained systems, one file per paper with its protocol and switches; prompt and preset are next to it.
 
-A new paper is a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
-every file here whose name does not begin with an underscore is a system, under that name (and VARIANTS beside).
-docs/add/paper.md has the steps. A user's own system is such a file anywhere else, named by its path (_own_file.py).
+A new paper is a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`. Every file
+here whose name does not begin with an underscore is a system of that name; VARIANTS lists further ones.
+docs/add/paper.md has the steps. A user's own system is such a file in any other place, named by its path
+(_own_file.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -36,20 +37,20 @@ __all__ = [
     "preset_of",
 ]
 
-# Systems in the file of another: the file, and its names in the place of `Options` and `system`.
+# Systems defined in the file of another: the file, and its names in place of `Options` and `system`.
 VARIANTS = {
     "evinote_code": ("evinote", "CodeOptions", "code_system"),
     "lear": ("eviomni", "Options", "lear"),
     "r1": ("naive_grpo", "R1Options", "r1"),
 }
-PLAIN = "plain"  # of a user's own rewards, without which it is none; _plain.py
+PLAIN = "plain"  # system of a user's own reward functions, which it requires; _plain.py
 NAMES = tuple(sorted([*VARIANTS, *(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))]))
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
     """Return the system of that name, or of the Python file at that path, with its switches set.
 
-    A name that holds a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
+    A name that contains a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
     cannot be imported or makes no System.
     """
     if is_path(name):
@@ -65,14 +66,14 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
 
 
 def preset_of(name: str) -> dict[str, dict[str, Any]]:
-    """Return a system's values for what a recipe leaves open, whatever its switches. UserError as in `load_system`."""
+    """Return a system's values for unset recipe keys, independent of switches. UserError as in `load_system`."""
     if name == PLAIN:
         return read_preset(Path(__file__).with_name("_plain.toml"))
     return load_system(name, {}).preset
 
 
 def own_files(section: SystemSection) -> list[str]:
-    """Return the paths of the user's own files that a recipe's [system] names: the system's, or those of rewards."""
+    """Return the paths of the user's own files in a recipe's [system]: of the system, or of its rewards."""
     if section.name != PLAIN:
         return [section.name] if is_path(section.name) else []
     files = (name.rpartition(":")[0] for name in section.options.get("rewards", ()))
@@ -80,7 +81,7 @@ def own_files(section: SystemSection) -> list[str]:
 
 
 def built_in(name: str) -> tuple[type, Callable[[Any], System]]:
-    """Return the options of a system of ours, and the function that makes it."""
+    """Return the options class of a built-in system, and the function that makes the system."""
     file, kind, make = VARIANTS.get(name, ("_plain" if name == PLAIN else name, "Options", "system"))
     module = import_module(f"thresher.engine.systems.{file}")
     return getattr(module, kind), getattr(module, make)

@@ -1,7 +1,7 @@
-"""A user's own system: a Python file at any path, which is imported anew and tried once.
+"""A user's own system: a Python file at any path, which is imported anew and tested once.
 
-While it is imported, it can import modules and packages that lie beside it. They are imported anew too, and removed
-from sys.modules afterwards, so that files of equal names beside two systems do not conflict. Later imports do not find
+During its import it can import modules and packages in its own folder. They are imported anew too, and removed from
+sys.modules afterwards, so that files of equal names next to two systems do not conflict. Later imports do not find
 them.
 
 Every error that such a file raises, on import or later in its functions, becomes a UserError that names file and line.
@@ -38,21 +38,21 @@ from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegme
 
 FIRST: tuple[type, ...] = (Prompt,)
 AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
-# Errors of a file that become UserError: all but an interrupt.
+# Errors of a file that become UserError: all except an interrupt.
 FAULTS = (Exception, SystemExit, GeneratorExit)
-LARGEST = 1e9  # of a reward and its parts: their squares are summed over a group, and written as JSON
+LARGEST = 1e9  # limit of a reward and its parts, because squares are summed over a group and written as JSON
 
 T = TypeVar("T")
 
 
 def is_path(name: str) -> bool:
-    """Return True if a system's name is the path of a file."""
+    """Return True if the name of a system is the path of a file."""
     return "/" in name or name.endswith(".py")
 
 
 def own_digest(name: str) -> str | None:
-    """Return the SHA-256, in hex, of the file of a user's own system, and of those that it imported from beside it;
-    None for the name of a built-in one."""
+    """Return the SHA-256, in hex, of a user's system file and the files that it imported from its folder. None for the
+    name of a built-in system."""
     if not is_path(name):
         return None
     path = Path(name)
@@ -66,7 +66,7 @@ def own_digest(name: str) -> str | None:
 
 
 def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
-    """Return the file's System with its switches set. UserError for a file that cannot be imported or makes none."""
+    """Return the file's System with its switches set. UserError if the file cannot be imported or makes no System."""
     module = _import_file(path)
     kind, make = getattr(module, "Options", None), getattr(module, "system", None)
     if not (isinstance(kind, type) and is_dataclass(kind) and callable(make)):
@@ -91,8 +91,8 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
 
 
 def load_functions(wanted: Mapping[str, str]) -> dict[str, Callable[..., object]]:
-    """Return functions of a user's files. wanted: key of the recipe -> path, ":" and function; a file is imported once
-    for all of them. UserError for a file that cannot be imported or lacks the function."""
+    """Return functions of a user's files. wanted: key of the recipe -> path, ":" and function. Each file is imported
+    once. UserError for a file that cannot be imported or lacks the function."""
     modules: dict[Path, ModuleType] = {}
     found = {}
     for key, named in wanted.items():
@@ -110,7 +110,7 @@ def load_functions(wanted: Mapping[str, str]) -> dict[str, Callable[..., object]
 
 
 def load_own_function(named: str, key: str) -> Callable[..., Any]:
-    """Return the function of a user's file that a key of the recipe names; what it raises becomes a UserError."""
+    """Return the function of a user's file that a recipe key names; its exceptions become UserErrors."""
     found = load_functions({key: named})[key]
     file, _, name = named.rpartition(":")
 
@@ -122,7 +122,7 @@ def load_own_function(named: str, key: str) -> Callable[..., Any]:
 
 
 def _called(call: Callable[[], T], what: str, path: Path) -> T:
-    """Call a function of the file; whatever it raises becomes a UserError."""
+    """Call a function of the file; its exceptions become UserErrors."""
     try:
         return call()
     except UserError:
@@ -142,7 +142,7 @@ def _guarded(call: Callable[[RewardInput], T], what: str, path: Path) -> Callabl
 def _own_episode(
     question: Question, config: EpisodeConfig, *, path: Path, episode: Callable[[Question, EpisodeConfig], Episode]
 ) -> Episode:
-    """Return the file's episode. UserError where it raises, or yields what the engine cannot answer."""
+    """Return the file's episode. UserError if it raises, or yields a request that the engine cannot answer."""
     what = "episode(question, config)"
     running = _called(partial(episode, question, config), what, path)
     answer, wanted = None, FIRST
@@ -171,7 +171,7 @@ def _own_episode(
 
 
 def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInput], RewardResult]) -> RewardResult:
-    """Call the file's reward. UserError where it raises, or gives what no step or table could use."""
+    """Call the file's reward. UserError if it raises, or returns an unusable result."""
     result = _called(partial(reward, attempt), "reward(attempt)", path)
     if wrong := _wrong(result):
         raise UserError(f"{path}: reward(attempt) returned {wrong}; fix the file")
@@ -181,7 +181,7 @@ def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInp
 def _own_group_reward(
     attempts: Sequence[RewardInput], *, path: Path, reward_group: Callable[[Sequence[RewardInput]], Any]
 ) -> Sequence[RewardResult]:
-    """Call the file's reward of a group. UserError as `_own_reward`, and where it gives no result for each attempt."""
+    """Call the file's group reward. UserError as `_own_reward`, and unless it returns one result per attempt."""
     found = _called(partial(reward_group, attempts), "reward_group(attempts)", path)
     if not isinstance(found, list | tuple) or len(found) != len(attempts):
         what = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__
@@ -201,9 +201,9 @@ def _wrong(result: object) -> str | None:
         return f"parts of {type(result.parts).__name__}; they should be a dict of numbers"
     for name, value in {"reward": result.reward, **result.parts}.items():
         if value is None and name != "reward":
-            continue  # a part that nobody measured
+            continue  # a part that was not measured
         if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-            huge = isinstance(value, int) and value.bit_length() > 64  # which Python may refuse to spell out
+            huge = isinstance(value, int) and value.bit_length() > 64  # which Python may refuse to convert to a string
             found = "a huge number" if huge else repr(value)
             return f"{name} = {found}, which is no finite number of at most {LARGEST:.0e}"
     if not isinstance(result.answer, str | None):
@@ -212,8 +212,8 @@ def _wrong(result: object) -> str | None:
 
 
 def _nothing_written(system: System) -> RewardInput:
-    """Return an input that every reward must be able to score, since a policy may end its text at once: no text, no
-    branch. Judges have answered, and a passage was shown where the system shows any."""
+    """Return an input without text or branches. Every reward must be able to score it, because a policy may end its
+    text at once. Judges have answered, and a passage is shown if the system shows passages."""
     return RewardInput(
         pieces=[TextSegment(Source.PROMPT, b"Who?"), TextSegment(Source.POLICY, b"")],
         golds=("somebody",),
@@ -225,9 +225,9 @@ def _nothing_written(system: System) -> RewardInput:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Return the file as a module, run anew at every call."""
+    """Import the file as a module; every call executes it again."""
     _check_file(path)
-    # Dataclasses look their module up by its name, so it must have one of its own.
+    # Dataclasses look their module up by name, so the name must be unique.
     name = f"thresher_own_system_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
@@ -240,17 +240,17 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-_beside: dict[Path, list[Path]] = {}  # a system's file -> the files that it imported from beside it
+_beside: dict[Path, list[Path]] = {}  # file of a system -> files that it imported from its folder
 
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """Search the folder of `path` first for modules within the block; then note the modules found there, and remove
-    them from sys.modules."""
+    """Search the folder of `path` first for modules in the block. Afterwards the modules found there are recorded and
+    removed from sys.modules."""
     folder, known, writing = path.parent, set(sys.modules), sys.dont_write_bytecode
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True  # no __pycache__ beside the user's file
+    sys.dont_write_bytecode = True  # no __pycache__ next to the user's file
     try:
         yield
     finally:
@@ -264,7 +264,7 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def _lies_in(folder: Path, name: str) -> bool:
-    """Return True if a loaded module is one directly in the folder, or of a package that is."""
+    """Return True if a loaded module is directly in the folder, or belongs to a package there."""
     top = sys.modules.get(name.partition(".")[0])
     places = list(getattr(top, "__path__", ())) or [getattr(top, "__file__", None)]
     return any(place is not None and Path(place).resolve().parent == folder for place in places)
@@ -276,7 +276,7 @@ def _check_file(path: Path) -> None:
 
 
 def described(error: BaseException, path: Path) -> str:
-    """Return an error of the user's file in a few words, with the last of the file's lines that led to it."""
+    """Describe an error of the user's file briefly, with the last line of that file in its traceback."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     trace = error.__traceback__
     while trace is not None:

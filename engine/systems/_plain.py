@@ -2,11 +2,11 @@
 
     reward = sum_k weight_k f_k(attempt)
 
-f_k are functions of a user's, each named as FILE.py:FUNCTION, or given to `thresher.engine.GRPO`. Gold answers are not
-needed. A function's first parameter gets the text that the policy wrote, or the whole RewardInput where it is annotated
-so or called `attempt`. Each further one gets what its name says: `question`, `golds`, `passages`, or another key of the
-question's record; **columns gets all keys. It returns a number (of Python, NumPy or torch), or a RewardResult whose
-parts are measured too.
+f_k are the user's functions, each named as FILE.py:FUNCTION, or passed to `thresher.engine.GRPO`. Gold answers are not
+needed. The first parameter of a function gets the text that the policy wrote, or the whole RewardInput if it is
+annotated as such or named `attempt`. Other parameters are filled by name: `question`, `golds`, `passages`, or another
+key of the question's record; **columns gets all keys. The function returns a number (of Python, NumPy or torch), or a
+RewardResult, whose parts become measures too.
 """
 
 import inspect
@@ -23,14 +23,14 @@ from thresher.engine.systems._own_file import FAULTS, LARGEST, described, load_o
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult
 
-IN_PROCESS = "python:"  # begins the name of a function that a program gave to GRPO and that no file has
-given: dict[str, Callable[..., Any]] = {}  # functions that this program gave to GRPO, by name, those of files too
-TRL_LISTS = ("prompts", "completions", "completion_ids")  # what TRL calls a reward function with
+IN_PROCESS = "python:"  # prefix of the name of a function that was passed to GRPO and is in no file
+given: dict[str, Callable[..., Any]] = {}  # name -> function, passed to GRPO by this program or loaded from files
+TRL_LISTS = ("prompts", "completions", "completion_ids")  # arguments of TRL's reward functions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """rewards: FILE.py:FUNCTION, one or several, whose values are added up. weights: of each; None: all 1."""
+    """rewards: FILE.py:FUNCTION, one or several; the reward is their weighted sum. weights: one each; None: all 1."""
 
     rewards: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -68,7 +68,7 @@ def _load(name: str) -> Callable[..., Any]:
     if not name.startswith(IN_PROCESS):
         return load_own_function(name, "reward")
 
-    def absent(attempt: RewardInput) -> RewardResult:  # once it is needed: a report of the run is not
+    def absent(attempt: RewardInput) -> RewardResult:  # raises only when called: a report needs no reward
         raise UserError(
             f"the reward {name} was a function of the program that trained, and of no file; run that program, or write "
             "the function into a file and name it, FILE.py:FUNCTION"
@@ -78,7 +78,7 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Return the functions' own names, as parts of a reward; a name that comes twice is followed by its number."""
+    """Return the functions' names as names of reward parts; a repeated name is followed by its number."""
     short = [name.rpartition(":")[2] for name in names]
     return [one if short.count(one) == 1 else f"{one}_{number}" for number, one in enumerate(short, 1)]
 
@@ -112,7 +112,7 @@ def _reward(
 
 
 def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[RewardInput], RewardResult]:
-    """Return the function as one of a reward input. UserError for a signature that cannot be filled."""
+    """Return a function of RewardInput that fills the parameters. UserError for a signature that cannot be filled."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

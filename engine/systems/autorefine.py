@@ -1,17 +1,17 @@
-"""AutoRefine (Shi et al. 2025): Search-R1's loop, in which the model refines what it retrieved before it goes on.
+"""AutoRefine (Shi et al. 2025): Search-R1's loop, with a refinement of the retrieved documents after each search.
 
     <think>..</think> <search>query</search>  ->  <documents>passages</documents>
         ->  <refine>what of them is of use</refine>  ->  ..  ->  <answer>..</answer>
 
-A turn ends at </search> or </answer>: 5 searches, then one turn that may only answer (its code). A turn that does
-neither counts as one and gets a line of feedback, as in Search-R1.
+A turn ends at </search> or </answer>: 5 searches, then one turn that may only answer (its code). A turn that neither
+searches nor answers counts as a turn and gets a line of feedback, as in Search-R1.
 
     reward = F1(answer, golds)    if it is more than 0      (`accuracy` = "em": exact match)
              .1                   else if a gold occurs in a <refine> span
              0                    else
 
-Preset: 3 passages, G 5, 256 questions a step in one update, lr 1e-6, k3 with beta 1e-3, temperature 1, turns of 512
-tokens, a search's passages cut to 512, a context of 7,168 (all its script's), eps .2 [assumed], 3,072 tokens for all
+Preset: 3 passages, G 5, 256 questions per step in one update, lr 1e-6, k3 with beta 1e-3, temperature 1, turns of 512
+tokens, a search's passages cut to 512, a context of 7,168 (all from its script), eps .2 [assumed], 3,072 tokens for all
 turns [assumed].
 """
 
@@ -28,8 +28,8 @@ from thresher.rewards.reward import RewardInput, RewardResult
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """accuracy: what the answer earns, F1 or exact match. The other three are the ablation without the .1, and the
-    points where the released code and the equation disagree (see rewards/papers/search.py)."""
+    """accuracy: reward of the answer, F1 or exact match. The other three are the ablation without the .1, and the
+    points where the released code and the equation differ (see rewards/papers/search.py)."""
 
     accuracy: Literal["f1", "em"] = "f1"
     refinement_reward: bool = True

@@ -1,19 +1,19 @@
-"""Eval-RAR: Search-R1's loop, in which the model must evaluate what it retrieved before it goes on.
+"""Eval-RAR: Search-R1's loop, in which the model must evaluate the retrieved passages after each search.
 
     <think>..</think> <search>query</search>  ->  <information>passages</information>
         ->  <evaluate>what settles the question, or what is still missing</evaluate>  ->  ..  ->  <answer>..</answer>
 
 A turn ends at </search> or </answer> (the paper's Algorithm 1 prints the opening tags; the closing ones are meant). A
-turn that does neither gets a line of feedback. N turns, whatever they hold [assumed 5: four searches, then one that
-evaluates and answers].
+turn that neither searches nor answers gets a line of feedback. There are N turns of any kind [assumed 5: four searches,
+then one that evaluates and answers].
 
     reward = 1    if EM(answer, golds)
              .1   else if a gold occurs in an <evaluate> span
              0    else
 
-Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages,
-turns of 500 tokens, 2,048 for all [assumed]. The paper follows Search-R1 in what it does not print: two updates of 256
-questions a step, and the warm-up of the lr over .285 of the steps, are those of Search-R1's script [assumed].
+Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions per step, 3 passages,
+turns of 500 tokens, 2,048 for all [assumed]. The paper follows Search-R1 where it states no value: two updates of 256
+questions per step, and the lr warm-up over .285 of the steps, are those of Search-R1's script [assumed].
 """
 
 from dataclasses import asdict, dataclass
@@ -28,9 +28,9 @@ from thresher.rewards.reward import RewardInput, RewardResult
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Switches of the reward: `evaluation_reward` off is the paper's ablation; the others are the points where the
-    released code and the equation disagree (see rewards/papers/search.py). separate_evaluation: what came back is
-    evaluated in a turn of its own, which ends at </evaluate> (or answers) and counts as none of the N."""
+    """Switches of the reward and the loop. `evaluation_reward` off is the paper's ablation; the next three are the
+    points where released code and equation differ (see rewards/papers/search.py). separate_evaluation: passages are
+    evaluated in a separate turn, which ends at </evaluate> (or answers) and does not count among the N."""
 
     evaluation_reward: bool = True
     count_before_search: bool = True

@@ -1,28 +1,28 @@
-"""EviNote-RAG: Search-R1's loop, with a Supportive-Evidence Note after everything that was read.
+"""EviNote-RAG: Search-R1's loop, with a Supportive-Evidence Note after the passages of each search.
 
     <think>..</think> <search>query</search>  ->  <information>passages</information>
         ->  <summary>*a key fact* -an uncertain one-</summary>  ->  ..  ->  <answer>..</answer>
 
-A turn ends at </search> or </answer>: at most 5 searches, then one turn that may only answer. A turn that does neither
-counts as one and gets a line of feedback, as in Search-R1.
+A turn ends at </search> or </answer>: at most 5 searches, then one turn that may only answer. A turn that neither
+searches nor answers counts as a turn and gets a line of feedback, as in Search-R1.
 
     reward = 1  + EQR    if format and answer hold
              .1 + EQR    else if format and note-taking hold
              0           else
     format   (search information summary)+ answer, each closed, thoughts and text between them; `strict_format`: no
-             text, and thoughts before a search or the answer alone, which the prompt then demands. Nothing but white
-             space behind the answer [assumed]
+             text, and thoughts only before a search or the answer, which the prompt then demands. Only white space
+             after the answer [assumed]
     answer   EM          note-taking   the notes carry both marks, * and - (`marks` = "either": one of them)
     EQR      P(entailment) by an NLI judge, the largest over the golds; premise the last note, hypothesis "<gold> is the
              answer to '<question>'"
 
 The ablation's variants: Base (Search-R1, EM) · NS (a plain summary, EM [assumed]) · NE (<evidence> for <summary>, EM
 [assumed]) · FS (EM, 0 without a summary) · FS+SR (and a wrong answer with a summary gets .1, once in three) · FS+EQR ·
-SEN (the equation with EQR 0) · SEN+EQR. Prompt and tags go with the variant.
+SEN (the equation with EQR 0) · SEN+EQR. Prompt and tags depend on the variant.
 
-Preset: 3 passages (code), 5 searches, G 4, 600 questions a step, lr 1e-5, its warm-up over .078 (code), k3 with beta
-1e-3 (code), eps .2 [assumed], temperature 1; turns of 500 tokens, 2,560 for all, a context of 6,144 [assumed]. Where
-the released code says otherwise is the system `evinote_code`, at the end of this file.
+Preset: 3 passages (code), 5 searches, G 4, 600 questions per step, lr 1e-5, its warm-up over .078 (code), k3 with beta
+1e-3 (code), eps .2 [assumed], temperature 1; turns of 500 tokens, 2,560 for all, a context of 6,144 [assumed]. The
+system `evinote_code`, at the end of this file, has the values in which the released code differs.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -36,8 +36,8 @@ from thresher.rewards.papers.evinote import NOTE_TAGS, Marks, Variant, evinote_c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """variant: of the ablation. marks: whether the notes need both marks, as the paper has it, or either, or what the
-    released code looks at: pairs of * and #. strict_format: nothing may stand between the tags."""
+    """variant: of the ablation. marks: the notes must carry both marks, as in the paper, or either, or, as in the
+    released code, pairs of * and #. strict_format: no text is allowed between the tags."""
 
     variant: Variant = "SEN+EQR"
     marks: Marks = "both"
@@ -51,15 +51,15 @@ STRICT = (
 
 
 def template_name(variant: Variant) -> str:
-    """Return the file of a variant's prompt: SEN asks for marks, FS and NS for a plain summary, NE for evidence, Base
-    for nothing."""
+    """Return the prompt file of a variant. SEN requests marks, FS and NS a plain summary, NE evidence, Base no
+    notes."""
     if variant in ("SEN", "SEN+EQR"):
         return "evinote.txt"
     return {"Base": "search_r1.txt", "NE": "evinote_evidence.txt"}.get(variant, "evinote_summary.txt")
 
 
 def template_of(options: Options) -> str:
-    """Return the variant's prompt, which says what a strict format demands."""
+    """Return the prompt of the variant, with the rule of a strict format if that is set."""
     template = read_template(Path(__file__).with_name(template_name(options.variant)))
     instructions, question = template.split("\n\n", 1)
     return f"{instructions}{STRICT if options.strict_format else ''}\n\n{question}"
@@ -83,14 +83,14 @@ def system(options: Options) -> System:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions(Options):
-    """As evinote's, with the marks that its code looks at: pairs of * and #."""
+    """Options of evinote, with the marks of its code as the default: pairs of * and #."""
 
     marks: Marks = "code"
 
 
 def code_system(options: CodeOptions) -> System:
-    """Make EviNote-RAG with the hyperparameters of its released code (evinote_code.toml): lr 1e-6, 4 searches, G 5, 300
-    questions a step in two updates of 150, 1,024 tokens a turn, 8,192 for the passages of a search, a context of
-    16,384; and a DeBERTa-xlarge MNLI judge, which a recipe names in [judge]."""
+    """Make EviNote-RAG with the hyperparameters of its released code (evinote_code.toml). These are lr 1e-6, 4
+    searches, G 5, 300 questions per step in two updates of 150, 1,024 tokens per turn, 8,192 for the passages of a
+    search, a context of 16,384; and a DeBERTa-xlarge MNLI judge, which a recipe names in [judge]."""
     preset = read_preset(Path(__file__).with_name("evinote_code.toml"))
     return replace(system(options), name="evinote_code", preset=preset)

@@ -1,29 +1,29 @@
-"""EviOmni: reason over the passages, extract the evidence, answer; and answer twice more with a part of it hidden.
+"""EviOmni: reason over the passages, extract the evidence, answer; and answer twice more with parts hidden.
 
     prompt(q, P)  ->  <reason>r</reason> <extract>e</extract>  ->  <answer>o_f</answer>         (the trained trajectory)
 
-    o_r ~ M(q, P, r)     e hidden            each of these contexts is put together anew, without what is hidden,
-    o_e ~ M(q, e)        P and r hidden      and ends in an <answer> of ours: after </reason> the model would go on to
-                                             extract [assumed]; o_f writes its own. They are rewarded and not trained.
+    o_r ~ M(q, P, r)     e hidden            each of these contexts is assembled anew without the hidden parts, and ends
+    o_e ~ M(q, e)        P and r hidden      in an <answer> of the engine, because after </reason> the model would go on
+                                             to extract [assumed]; o_f writes its own. Both are rewarded, not trained.
 
     reward  = .8 R_ans + .1 R_len + .1 R_fmt
     R_ans   = mean F1(golds, o) over those of o_r, o_e and o_f that are switched on
     R_len   = (R_len_r + R_len_e) / 2, lengths in tokens [assumed], L_P that of all passages
     R_len_r = sigmoid((L_r/L_e - 1)/tau) if L_r >= L_e, else sigmoid((1 - L_e/L_r)/tau)
     R_len_e = 1 if 1 - L_e/L_P >= omega, else (1 - L_e/L_P)^gamma
-    R_fmt   = 1 where r, e and o_f obey the tags, else 0
+    R_fmt   = 1 if r, e and o_f have the right tags, else 0
 
-A first turn without a closed <extract> ends the trajectory; a reason or an extract that is not there has no branch, and
-the answer that is missing counts as F1 0. A limit that cuts the first turn (of tokens, or of the context) ends it
-before any branch, a closed reason or not. The context of o_e is the same template without passages. o_f is written even
-where it is not rewarded, since the format and every measure of the trained model's answer are read from it.
+A first turn without a closed <extract> ends the trajectory. A missing reason or extract has no branch, and the missing
+answer has F1 0. A limit that cuts the first turn (of tokens, or of the context) ends it before any branch, even after a
+closed reason. The context of o_e is the same template without passages. o_f is generated even if it is not rewarded,
+because the format and all measures of the trained model's answer are read from it.
 
 Preset: 5 passages (of 100 words, hence 1,024 tokens [assumed]), beta 1e-2, k3 [assumed], eps .2, G 8 [assumed], lr
 1e-6, temperature 1 [assumed], advantages divided by max(std, .1). tau and gamma are .5 [assumed: the paper tunes them,
-over .1 .2 .5 1 and over .1 .3 .5 .8 1], omega .9. Turns of 640 tokens and a context of 3,072 are assumed, the 768 new
-tokens of a trajectory are those of its latency table.
+over .1 .2 .5 1 and over .1 .3 .5 .8 1], omega .9. Turns of 640 tokens and a context of 3,072 are assumed; the 768 new
+tokens per trajectory are those of its latency table.
 
-Deliberately absent: the loop around a trained extractor, which is `thresher extract`.
+The use of a trained extractor is not here: `thresher extract`.
 """
 
 from collections.abc import Mapping
@@ -55,8 +55,8 @@ ANSWERED = ("</answer>",)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """rationale, evidence, full: which of o_r, o_e and o_f count in R_ans, one at least; o_r and o_e are not even
-    written where they do not. tau, gamma, omega as in the equations; weights are those of R_ans, R_len and R_fmt."""
+    """rationale, evidence, full: which of o_r, o_e and o_f count in R_ans, at least one. o_r and o_e are generated only
+    if they count. tau, gamma, omega: as in the equations. weights: of R_ans, R_len and R_fmt."""
 
     rationale: bool = True
     evidence: bool = True
@@ -84,8 +84,8 @@ def episode(question: Question, config: EpisodeConfig, options: Options) -> Epis
 
 
 def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, BranchPrompt]:
-    """Return the contexts of o_r and o_e, from the policy's text up to </extract>. A missing span has none; there are
-    none at all where the reason lies inside the extract, since neither could then be hidden from the other."""
+    """Return the contexts of o_r and o_e, from the policy's text up to </extract>. A missing span has none. If the
+    extract begins before the reason ends there are none, because neither could be hidden from the other."""
     text = [TextSegment(Source.POLICY, written)]
     reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)
     if reason and extract and extract.start < reason.end:
@@ -114,5 +114,5 @@ def system(options: Options) -> System:
 
 def lear(options: Options) -> System:
     """Make LEAR, the first version of EviOmni: the same loop, reward and preset under its own name. Its paper calls the
-    weights of the reward's three parts alpha, the later one lambda."""
+    weights of the three reward parts alpha, the later paper lambda."""
     return replace(system(options), name="lear")

@@ -1,16 +1,16 @@
-"""IGPO (Wang et al. 2025): Search-R1's loop, in which a turn earns what it adds to the probability of the gold answer.
+"""IGPO (Wang et al. 2025): Search-R1's loop; a turn is rewarded by the increase in the gold answer's probability.
 
     <think>..</think> <search>query</search>  ->  <information>passages</information>  ->  ..  ->  <answer>..</answer>
 
-Before each turn the first gold answer is scored behind an `<answer>` that the engine writes, and nothing of it stays
-(`Score`). Formulas are in rewards/papers/igpo.py. A reward of a turn trains its tokens by `grpo.advantage = "turn"`:
+Before each turn the first gold answer is scored after an `<answer>` that the engine writes; neither stays in the
+context (`Score`). Formulas are in rewards/papers/igpo.py. `grpo.advantage = "turn"` trains on the rewards of turns:
 
     A_t = sum_{k>=t} gamma^(k-t) r_k - the same of the group's others at turn t, a stopped one counting 0
 
-The paper takes z-scores of the group's r_k (gains and outcomes together; its code's script: apart) and sums those. That
-charges a trajectory the mean gain of later turns for going on, which is biased (rewards/credit.py).
+The paper sums z-scores of the group's r_k (gains and outcomes together; in the script of its code separately). This
+penalises a trajectory for continuing by the mean gain of later turns, which is biased (rewards/credit.py).
 
-Preset, its script's: 10 turns, G 16, 32 questions a step in one update, lr 1e-6, k3 with beta 1e-3, gamma 1,
+Preset, from its script: 10 turns, G 16, 32 questions per step in one update, lr 1e-6, k3 with beta 1e-3, gamma 1,
 temperature 1, turns of 2,000 tokens, a context of 32,768, eps .2; 3 passages [assumed: it searches the web].
 """
 
@@ -37,16 +37,16 @@ OPENING = "\n<answer>"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """gain: a turn earns the difference of probabilities (the paper) or of log-probs (its code's script). score: off,
-    the gold answer is not scored and no turn earns a gain, so that a server can play it, too."""
+    """gain: reward of a turn, the difference of probabilities (the paper) or of log-probs (its code's script). score:
+    off: the gold answer is not scored and turns have no gain, so a server can generate the turns too."""
 
     gain: Gain = "probability"
     score: bool = True
 
 
 def scored_loop(question: Question, config: EpisodeConfig) -> Episode:
-    """Yield the requests of Search-R1's episode, with a Score of the gold answer before each turn; a question without
-    gold answers is played without."""
+    """Yield the requests of Search-R1's episode, with a Score of the gold answer before each turn. There is no Score
+    for a question without gold answers."""
     loop, answer = search_loop(question, config), None
     while True:
         try:

@@ -1,19 +1,19 @@
-"""LLDS (Deng et al. 2025, arXiv 2512.04220): Search-R1 under GRPO, with a guard against a likelihood that falls.
+"""LLDS (Deng et al. 2025, arXiv 2512.04220): Search-R1 under GRPO, with a guard against falling likelihood.
 
-Prompt, episode and reward are Search-R1's (search_r1.py). To the objective of each sampled token, of log-prob l, old
-when it was sampled, the guard adds (eq. 4)
+Prompt, episode and reward are Search-R1's (search_r1.py). The guard adds to the objective of each sampled token, with
+log-prob l now and log-prob old when it was sampled (eq. 4)
 
     -lambda max(0, old - l)        where A >= 0, in a turn whose sum of old - l over such tokens is above 0
 
-so that a turn that was not worse than its group's mean does not become less likely as a whole. GRPO does that to right
-turns that look like wrong ones, which the paper holds to be what lets Search-R1 collapse.
+so that a turn that was not worse than its group's mean does not become less likely as a whole. GRPO lowers the
+likelihood of correct turns that resemble wrong ones; according to the paper this makes Search-R1 collapse.
 
 Preset: Search-R1's, with lambda .2 and 4 turns, three of which may search (the paper's script). The guard compares two
-versions of the weights: it needs more than one update a batch. In the first l is old but for rounding, and there it
-holds nothing (training/update.py). In bfloat16 grpo.old_logprobs = "recomputed" keeps the rollout's rounding out, too.
+versions of the weights, so it needs more than one update per batch. In the first update l equals old up to rounding,
+and the guard adds nothing (training/update.py). In bfloat16 set grpo.old_logprobs = "recomputed" against rounding.
 
-Otherwise than in its code: the penalty has the weight of the token's surrogate (`grpo.aggregation`), where the code
-takes a mean over all tokens of a micro-batch. A turn has the same tokens in both, those between two observations.
+Difference from its code: the penalty has the weight of the token's surrogate (`grpo.aggregation`), while the code takes
+a mean over all tokens of a micro-batch. In both, a turn consists of the tokens between two observations.
 """
 
 from dataclasses import replace

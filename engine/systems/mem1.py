@@ -1,23 +1,23 @@
-"""MEM1 (Zhou et al. 2025, arXiv:2506.15841): an agent whose context holds its last turn and what that found, no more.
+"""MEM1 (Zhou et al. 2025, arXiv:2506.15841): an agent whose context keeps only its last turn and the passages found.
 
     question  ->  <think>state</think> <search>query</search>
     question, last turn, <information>passages</information>  ->  <think>state</think> <search>query</search>
     ..                                                        ->  <think>state</think> <answer>..</answer>
 
-The thought is the internal state, <IS> in the paper and <think> in its code: it has to say again whatever of the last
-state and of the new passages is still needed, since the context is folded after every search. A turn that neither
-searches nor answers gets a line of feedback, and the context goes on. The last of `max_turns` turns may only answer;
-with the passages of a search the episode says how many are left (`count_turns`), as the code does.
+The thought is the internal state, <IS> in the paper and <think> in its code. It must repeat all information of the last
+state and the new passages that is still needed, because the context is folded after every search. A turn that neither
+searches nor answers gets a line of feedback, and the context continues. The last of `max_turns` turns may only answer;
+passages are shown with the number of turns left (`count_turns`), as in the code.
 
     reward = EM(answer, golds)
 
-The paper trains one sequence in which a 2-D attention mask hides what was pruned from later tokens, at the positions
-that they have in the whole sequence. Here each context is its own sequence, at the positions that it was sampled at, so
-that a token's log-prob in the update is the one it was drawn with.
+The paper trains one sequence with the positions of the whole sequence, and a 2-D attention mask hides pruned text from
+later tokens. Here each context is a separate sequence, at the positions at which it was sampled, so a token has the
+same log-prob in the update as when it was sampled.
 
-Preset: the code's script, k 3, 128 questions a step in two updates of 64, 6 turns of 1,000 tokens, passages of 1,000,
-KL 1e-3, lr 1e-6, warm-up over .05 of the steps. It trains by PPO with a critic, one sample a question; the group of 8
-is [assumed]. Deliberately absent: tasks put together of several questions, on which the paper trains.
+Preset: the code's script, k 3, 128 questions per step in two updates of 64, 6 turns of 1,000 tokens, passages of 1,000,
+KL 1e-3, lr 1e-6, warm-up over .05 of the steps. It trains by PPO with a critic, one sample per question; the group of 8
+is [assumed]. Not implemented: tasks composed of several questions, on which the paper trains.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ from thresher.retrieval.questions import Question
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """fold: off keeps all turns in one context, which is Search-R1 with MEM1's prompt. count_turns: passages come with
-    how many turns are left."""
+    """fold: off keeps all turns in one context, which is Search-R1 with MEM1's prompt. count_turns: show the number of
+    turns left with the passages."""
 
     fold: bool = True
     count_turns: bool = True
@@ -55,7 +55,7 @@ class Options:
 def system(options: Options) -> System:
     def episode(question: Question, config: EpisodeConfig) -> Episode:
         yield Prompt(config.template, question.question)
-        end = 0  # of the last turn, in bytes of all turns
+        end = 0  # of the last turn, as an offset in the bytes of all turns
         for left in reversed(range(config.max_turns)):
             turn = yield Generate(stop=("</search>", "</answer>"))
             start, end = end, end + len(turn.text)

@@ -1,12 +1,12 @@
-"""Naive GRPO, ARENA's baseline: think and answer in one pass, rewarded by format and exact match.
+"""Naive GRPO, ARENA's baseline: think and answer in one pass; the reward is format plus exact match.
 
     question, passages  ->  <think>..</think> <answer>..</answer>
 
-    reward = format + EM(answer, golds)        format: 1 where both sections stand in order, with nothing around them
+    reward = format + EM(answer, golds)        format: 1 if both sections are in order, with nothing around them
 
-With `passages` off the question stands alone; the search papers' baseline of that kind is `r1`.
+With `passages` off the prompt has only the question; the corresponding baseline of the search papers is `r1`.
 
-Preset: ARENA's (arena.py), but for the KL, which is k3.
+Preset: ARENA's (arena.py), except for the KL, which is k3.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from thresher.rewards.papers.arena import naive_reward
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """passages: the prompt shows them; without them the template has no place for passages."""
+    """passages: the prompt shows passages; if off, the template has no placeholder for them."""
 
     passages: bool = True
 
@@ -50,11 +50,11 @@ class R1Options:
 
 
 def r1(options: R1Options) -> System:
-    """Make R1, the search papers' baseline: GRPO on questions alone, with nothing to read and nothing to search.
+    """Make R1, the search papers' baseline: GRPO on questions alone, without passages and without searches.
 
     Prompt and episode are those of naive_grpo with `passages` off; reward, EM(answer, golds), and preset are
-    Search-R1's (eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256), so that the two
-    differ by the searches alone. ARENA's baseline of this kind is naive_grpo itself.
+    Search-R1's (eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions per step in two updates of 256), so the two
+    differ only by the searches. ARENA's baseline of this kind is naive_grpo itself.
     """
     preset = read_preset(Path(__file__).with_name("r1.toml"))
     return replace(system(Options(passages=False)), name="r1", reward=search_r1.reward, preset=preset)

@@ -1,11 +1,11 @@
-"""Reading, the plainest task: a question with its passages, and a short answer, without tags and without reasoning.
+"""Reading, the simplest task: a question with its passages, and a short answer, without tags and without reasoning.
 
     question, passages  ->  answer
 
     reward = (F1(answer, golds) + EM(answer, golds)) / 2
 
-The answer is the whole reply, up to the control token that ends it. No paper's method: it is what a small pretrained
-model can learn within an hour on a CPU (recipes/smollm2/read.toml).
+The answer is the whole reply, up to the control token that ends it. This is no paper's method, but a task that a small
+pretrained model can learn within an hour on a CPU (recipes/smollm2/read.toml).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from thresher.rewards.reward import RewardInput, RewardResult
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """It has no switches."""
+    """Reading has no switches."""
 
 
 def episode(question: Question, config: EpisodeConfig) -> Episode:
@@ -29,7 +29,7 @@ def episode(question: Question, config: EpisodeConfig) -> Episode:
 
 
 def reply(attempt: RewardInput) -> str | None:
-    """Return the answer: all that the policy wrote, without the control token at its end; None for nothing."""
+    """Return the answer: the policy's whole text without the control token at its end; None if it is empty."""
     return attempt.text.strip() or None
 
 

@@ -1,16 +1,16 @@
-"""Search-R1 (Jin et al. 2025): think, search, read, answer; rewarded by exact match alone.
+"""Search-R1 (Jin et al. 2025): think, search, read, answer; the reward is exact match alone.
 
     <think>..</think> <search>query</search>  ->  <information>passages</information>  ->  ..  ->  <answer>..</answer>
 
 A turn ends at </search> or </answer>. Of `max_turns` turns the last may only answer (the paper: 4 searches, then that
-one); the option `answer_after_searches` off ends the trajectory before it. A turn that neither searches nor answers
-counts as a turn and gets a line of feedback.
+one); with `answer_after_searches` off the trajectory ends before it. A turn that neither searches nor answers counts as
+a turn and gets a line of feedback.
 
     reward = EM(answer, golds)
 
-Preset: eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256, lr warm-up over .285 of the
-steps (its script), turns of 500 tokens (its script), 2,048 for all [assumed]. Retrieved tokens are outside the loss
-by their source; there is no second mask.
+Preset: eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions per step in two updates of 256, lr warm-up over .285 of
+the steps (its script), turns of 500 tokens (its script), 2,048 for all [assumed]. Retrieved tokens are outside the loss
+because of their source; there is no separate mask.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ INVALID = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """answer_after_searches: the last turn exists (else the trajectory ends when the searches are used up)."""
+    """answer_after_searches: there is a last turn that may only answer; off: the trajectory ends before it."""
 
     answer_after_searches: bool = True
 
@@ -56,10 +56,10 @@ def search_loop(
     around: tuple[str, str] = (BEFORE, AFTER),
     tool: str | None = None,
 ) -> Episode:
-    """Yield the requests of Search-R1's episode, and of systems that differ in the tags inside a turn alone.
+    """Yield the requests of Search-R1's episode, and of systems that differ from it only in the tags inside a turn.
 
-    behind_information: a turn up to this tag, or to an answer, follows what was found, and is not counted. around: text
-    before and after what was found. tool: is called with the query in place of a search.
+    behind_information: an uncounted turn up to this tag, or to an answer, follows the passages. around: text before and
+    after the passages. tool: name of a tool that is called with the query in place of a search.
     """
     yield Prompt(config.template, question.question)
     for searches_left in reversed(range(config.max_turns)):

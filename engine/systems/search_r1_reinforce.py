@@ -4,14 +4,14 @@ Prompt, episode and reward are Search-R1's (search_r1.py). The objective is Will
 
     J = mean over trajectories y of  R(y) / |y| sum_t log pi(y_t | y_<t)          R = EM(answer, golds)
 
-There is no baseline, no deviation, no ratio, no clip and no reference model. R is 0 or 1, so right trajectories alone
-have a gradient, which makes all that they hold more likely.
+There is no baseline, no deviation, no ratio, no clip and no reference model. R is 0 or 1, so only correct trajectories
+have a gradient, which makes all their tokens more likely.
 
-Preset: Search-R1's, but for the KL, which the objective `reinforce` leaves out, and one update a batch, since without a
-ratio a second one would not see that its samples are of older weights [both assumed]. A group is no more than the
-samples of one question; 5 of each of 512 questions are kept, so that a step has as many as Search-R1's [assumed].
+Preset: Search-R1's, except for the KL, which the objective `reinforce` leaves out, and one update per batch, because
+without a ratio a second update would not correct for samples of older weights [both assumed]. A group is only the
+samples of one question; there are 5 for each of 512 questions, as many per step as in Search-R1 [assumed].
 
-Deliberately absent: the rest of that paper's Search-R1++, its prompt without reasoning and its F1 with penalties.
+Not implemented: the rest of that paper's Search-R1++, its prompt without reasoning and its F1 with penalties.
 """
 
 from dataclasses import replace

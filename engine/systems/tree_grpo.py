@@ -2,21 +2,21 @@
 
     <think>..</think> <search>query</search>  ->  <information>passages</information>  ->  ..  ->  <answer>..</answer>
 
-    M trees a question, each begun by one sample; L times N nodes of each are drawn, and a sample goes on from each of
-    them to its end: M (1 + N L) leaves, whose rewards give each turn's advantage, the mean over the leaves behind it of
+    M trees per question, each begun by one sample. L times N nodes of each are drawn, and a sample continues from each
+    of them to its end: M (1 + N L) leaves. The advantage of a turn is the mean over the leaves below it of
 
         A = (R - mean_tree R) / std_tree R  +  (R - mean_all R) / std_all R
 
 The trees are `rollout.trees` M and `rollout.tree_nodes` N (engine/rollout/trees.py), the advantage is `grpo.advantage =
-"tree"` (rewards/credit.py); any system can be sampled and credited so.
+"tree"` (rewards/credit.py); both work for any system.
 
     reward = 1 | .8   EM(answer, golds), in form | out of form       .2 | .1   another answer       0   none
 
 In form: each turn is a thought and a search, the last a thought and an answer. Preset: the released code's script (M 2,
-N 2, L 1; 512 questions a step in eight updates; lr 1e-6, warm-up over .285 of the steps; three searches and a turn that
-may only answer; turns of 500 tokens; mean over tokens, the dual clip at 3 and the entropy's weight .001 of its
-configuration; deviations divide by n - 1). 2,048 tokens for all turns [assumed]. It samples with top-p .95, which this
-one does not: a token's log-prob would be another distribution's.
+N 2, L 1; 512 questions per step in eight updates; lr 1e-6, warm-up over .285 of the steps; three searches and a turn
+that may only answer; turns of 500 tokens; mean over tokens, the dual clip at 3 and the entropy's weight .001 of its
+configuration; deviations divide by n - 1). 2,048 tokens for all turns [assumed]. The code samples with top-p .95; here
+there is no top-p, because log-probs would then belong to another distribution.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from thresher.rewards.reward import RewardInput, RewardResult
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """format_reward: the form counts (off: exact match alone)."""
+    """format_reward: the form counts; off: exact match alone."""
 
     format_reward: bool = True
 

@@ -1,22 +1,22 @@
 """One step of asynchrony (run.async): some ranks sample the groups of step s + 1 while the others train on those of s.
 
-    first       sample the groups of step 1, by the weights that the run begins with
+    first       sample the groups of step 1 with the initial weights
     step s      ranks that sample                            ranks that train
-                sample and score the groups of s + 1,        prepare and learn the groups of s;
-                by the weights behind step s - 1             now there are the weights behind step s
+                sample and score the groups of s + 1,        prepare and learn the groups of s,
+                with the weights after step s - 1            which gives the weights after step s
     exchange    the groups of s + 1                     ->
-                                                        <-   the weights behind step s
-    then        evaluate, where due                          wait
+                                                        <-   the weights after step s
+    then        evaluate, if due                             wait
 
-So the groups of step s are drawn by the weights behind max(s - 2, 0) steps, and no clock decides which. The first half
-of the ranks trains, one rank at least; rank 0, which writes the run folder, is among them.
+The groups of step s are thus sampled with the weights after max(s - 2, 0) steps, independent of timing. The first half
+of the ranks trains, at least one rank; it includes rank 0, which writes the run folder.
 
-A checkpoint of step s holds the groups of s + 1, for the weights that drew them are gone: their logs, as
-rollout.partial keeps those of unfinished groups (partial.py). A resumed run plays the logs again. The groups behind the
-last step are sampled as well, so that every checkpoint is alike, and a run with more steps goes on from it.
+A checkpoint of step s holds the groups of s + 1, because the weights that sampled them are gone. It stores their logs,
+as rollout.partial stores those of unfinished groups (partial.py), and a resumed run replays the logs. The groups after
+the last step are sampled too, so that all checkpoints are alike and a run with more steps can continue from the last.
 
-A signal ends a run between two steps, or in an evaluation or the first rollout: the update that is under way cannot be
-undone, and what it leaves is complete only with the groups that are sampled beside it.
+A signal ends a run between two steps, or during an evaluation or the first rollout. It does not end an update, which
+cannot be undone and whose result is complete only with the groups that are sampled at the same time.
 """
 
 import time
@@ -42,9 +42,12 @@ from thresher.rewards.reward import count_words
 
 @dataclass(slots=True, kw_only=True)
 class AsyncGrpoStep(DistributedGrpoStep):
-    """A step of a run with run.async. ranks: those that do the same as this one; everyone: all. trains: what this one
-    does. groups_ahead, counted: on ranks that train, the groups of the next step, and what was counted of them.
-    ahead: on ranks that sample, the queue with these groups."""
+    """One rank's step in a run with run.async.
+
+    ranks: the ranks with the same task as this one. everyone: all ranks. trains: whether this rank trains or samples.
+    groups_ahead, counted: on ranks that train, the groups of the next step and the counts of their rollouts. ahead: on
+    ranks that sample, the queue with these groups.
+    """
 
     everyone: Ranks
     trains: bool
@@ -54,13 +57,12 @@ class AsyncGrpoStep(DistributedGrpoStep):
     begun: bool = field(default=False, init=False)
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult | None:
-        """Run step number `step`, and sample the groups of the next beside it; return the result where this rank
-        trains."""
+        """Run step number `step`, and sample the groups of the next step. Return the result on a rank that trains."""
         with self.everyone.interruptible():
-            pass  # a signal that came in the step before
+            pass  # ends the run if a signal arrived during the previous step
         if not self.begun:
             with self.updater.weights.rolling_out():
-                pass  # where several ranks train, none keeps the whole copy of the weights that it has loaded
+                pass  # if several ranks train, this frees the whole copy of the weights that each has loaded
             with self.together():
                 sampled = None if self.trains else self._sample_ahead(step)
             self._exchange(sampled)
@@ -82,15 +84,15 @@ class AsyncGrpoStep(DistributedGrpoStep):
         return self.queue if self.ahead is None else self.ahead
 
     def together(self) -> AbstractContextManager[None]:
-        """Let a signal to any rank end the block on all; not where several ranks that sample ask one judge in it, for
-        then none may leave it alone."""
+        """Return a context in which a signal to any rank ends the block on all ranks. It has no effect if several ranks
+        that sample call one judge in the block, because then none may leave alone."""
         samplers = self.everyone.count - trainers_of(self.everyone.count)
         if samplers > 1 and self.judges.verdict is not None:
             return nullcontext()
         return self.everyone.interruptible()
 
     def _sample_ahead(self, step: int) -> Sampled:
-        """Sample this rank's groups of a step that is still to come."""
+        """Sample this rank's groups of a future step."""
         self.rollout.tools.place, self.rollout.tools.step = trajectories_of(step), step
         sampled = self.sample(step)
         self.queue, self.ahead = sampled.queue, sampled.played
@@ -101,8 +103,8 @@ class AsyncGrpoStep(DistributedGrpoStep):
         return sampled
 
     def _measure_gap(self, step: int, sampled: Sampled, counted: Counted) -> None:
-        """Measure how far the log-probs of a group's tokens are from those that an update computes by the weights that
-        drew them, of the first group that has such tokens: by the time of the update these weights are gone."""
+        """Measure the gap between recorded log-probs and the update's for the first group with fresh tokens. It is
+        measured here because the weights that sampled these tokens are gone by the time of the update."""
         grpo, temperature = self.context.recipe.grpo, self.context.recipe.rollout.temperature
         for scored in sampled.scored.values():
             trajectories = [entry.trajectory for entry in scored]
@@ -115,15 +117,15 @@ class AsyncGrpoStep(DistributedGrpoStep):
             return
 
     def _exchange(self, sampled: Sampled | None) -> dict[str, float]:
-        """Give the groups that were sampled to the ranks that train. Return, on rank 0, the seconds that each half has
-        waited for the other."""
+        """Send the sampled groups to the ranks that train. Return, on rank 0, the seconds that each half waited for the
+        other."""
         started = time.perf_counter()
         self.everyone.all_reduce_max(0)
         waited = time.perf_counter() - started
         own = None
-        if sampled is not None:  # without the queues, whose samples are under way
+        if sampled is not None:  # without the queues, whose samples are unfinished
             own = replace(sampled, played=Queue(counted=sampled.played.counted), queue=Queue())
-            own.scored = measured_by(count_words, own.scored)  # another process has a tokenizer of its own
+            own.scored = measured_by(count_words, own.scored)  # another process uses its own tokenizer
         gathered = self.everyone.gather((waited, own)) or ()
         if not self.trains:
             return {}
@@ -132,7 +134,7 @@ class AsyncGrpoStep(DistributedGrpoStep):
         return wait_record(gathered) if self.everyone.is_main else {}
 
     def _share(self, parts: Sequence[Sampled]) -> Sampled:
-        """Return the groups that this rank trains of what all have sampled; on rank 0 with all that was counted."""
+        """Return this rank's groups out of all sampled ones; on rank 0 with the counts of all ranks."""
         scored = {group: entries for part in parts for group, entries in part.scored.items()}
         own = measured_by(count_tokens(self.context.tokenizer), {group: scored[group] for group in self.groups})
         if not self.ranks.is_main:
@@ -149,18 +151,18 @@ class AsyncGrpoStep(DistributedGrpoStep):
 
     @torch.no_grad()
     def _hand_over(self) -> None:
-        """Give the weights of the ranks that train to those that sample, in the dtype in which these compute; of a
-        policy with adapters, the adapters."""
+        """Send the weights from the ranks that train to those that sample, in the dtype of the computation. For a
+        policy with adapters, only the adapters are sent."""
         policy = self.rollout.policy
         with self.updater.weights.rolling_out():
             for name, parameter in policy.named_parameters():
                 if policy.lora is None or ".adapters." in name:
                     torch.distributed.broadcast(parameter, 0)
-                    torch.autograd.graph.increment_version(parameter)  # the decoder asks it for an update
+                    torch.autograd.graph.increment_version(parameter)  # the decoder detects an update by it
 
 
 def measured_by(length: Callable[[str], int], scored: Mapping[int, list[Scored]]) -> dict[int, list[Scored]]:
-    """Return the groups with `length` as what their rewards measure a text by."""
+    """Return the groups with `length` as the length function of their rewards."""
     return {
         group: [replace(entry, attempt=replace(entry.attempt, length=length)) for entry in entries]
         for group, entries in scored.items()
@@ -168,15 +170,15 @@ def measured_by(length: Callable[[str], int], scored: Mapping[int, list[Scored]]
 
 
 def parallel_clock(clocks: Sequence[RolloutClock]) -> RolloutClock:
-    """Return the seconds of the rollout that took longest, and the counts of all."""
+    """Return the seconds of the longest rollout, and the summed counts of all."""
     slowest = max(clocks, key=lambda clock: clock.total)
     values = {each.name: [getattr(clock, each.name) for clock in clocks] for each in fields(RolloutClock)}
     return replace(slowest, **{name: sum(of) for name, of in values.items() if isinstance(of[0], int)})
 
 
 def wait_record(gathered: Sequence[tuple[float, Sampled | None]]) -> dict[str, float]:
-    """Return the seconds that each half has waited for the other: its last rank, when it had come. gathered: of each
-    rank its seconds, and what it sampled; None: it trains."""
+    """Return the seconds that each half waited for the other, counted from the arrival of its last rank. gathered: for
+    each rank its seconds and the groups that it sampled; None: it trains."""
     return {
         "trainer_wait_seconds": min(seconds for seconds, sampled in gathered if sampled is None),
         "sampler_wait_seconds": min(seconds for seconds, sampled in gathered if sampled is not None),
@@ -184,7 +186,6 @@ def wait_record(gathered: Sequence[tuple[float, Sampled | None]]) -> dict[str, f
 
 
 def gap_record(counted: Sequence[Counted]) -> dict[str, float]:
-    """Return the entries of a step's record that say how far recorded log-probs are from those of an update; {} where
-    no token was measured."""
+    """Return the record entries of the gap between recorded and recomputed log-probs; {} if no token was measured."""
     largest = max((each.gap_largest for each in counted), default=0.0)
     return gap_entries(sum(each.gap_tokens for each in counted), sum(each.gap for each in counted), largest)

@@ -1,22 +1,23 @@
 """An advantage for each trained token: by turns, by anchor states, by a reward's spans, or by a branch's reward.
 
-    turn     A_ik = G_ik - b_ik, the return-to-go of turn k less a baseline of the group's others   rewards/credit.py
+    turn     A_ik = G_ik - b_ik, the return-to-go of turn k minus a baseline of the group's others   rewards/credit.py
     anchor   A_i + omega A_ik: the trajectory in its group, and the turn among the group's turns from the same state
-    token    A_i, and for each span of the reward that a token has bytes in, its value
-    tree     G w_n A_n of the node n that its turn is, by tree_advantages                   rewards/credit.py
+    token    A_i, plus the value of each span of the reward that overlaps the token's bytes
+    tree     G w_n A_n of the node n that the token's turn is, by tree_advantages                    rewards/credit.py
 
-A forest's nodes are the turns of the group's trajectories; those that one inherited (`Trajectory.forked`) are the nodes
-of the sample that wrote them. Above the first turns of a tree stands a node without tokens, its prompt. A leaf is a
-trajectory's last turn, with its whole return. The rule's weights w_n are those of a sum in which each of the G
-independent samples of a group would have 1 / G, as build_train_sequences weighs them; so a token's advantage is A_n
-times w_n / (1 / G). Where nothing is forked that is A_n, with leave-one-out 1 + across times the trajectory's.
+The nodes of a forest are the turns of the group's trajectories. Turns that a trajectory inherited (`Trajectory.forked`)
+are nodes of the sample that wrote them. The parent of a tree's first turns is a node without tokens, the prompt. A leaf
+is a trajectory's last turn, with its whole return. The rule's weights w_n belong to a sum in which each of the G
+independent samples of a group would have 1 / G, as in build_train_sequences. A token's advantage is therefore A_n times
+w_n / (1 / G). If nothing is forked that is A_n; with leave-one-out it is then 1 + across times the trajectory's.
 
-A trained branch has the trajectory's A_i ("trajectory"), with "tree" its leaf's, whatever rule its own turns go by; or,
-where the reward has `RewardResult.branches`, that of its own reward among the branches of its name in the group.
+A trained branch has the trajectory's A_i ("trajectory"), whatever rule its own turns follow; with "tree" it has its
+leaf's. If the reward has `RewardResult.branches`, a branch has the advantage of its own reward among the group's
+branches of the same name.
 
-Rewards of turns are `RewardResult.turns`; the trajectory's own is added to its last turn's. A state is what the policy
-saw before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span
-is a stretch of the policy's text, all its turns as one, in bytes.
+Rewards of turns are `RewardResult.turns`; the trajectory's own reward is added to that of its last turn. A state is the
+ids before a turn: all of its context ("context"), or those since the previous turn ("observation"). A span is a range
+of bytes in the concatenated turns of the policy.
 """
 
 import math
@@ -32,8 +33,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.credit import anchor_advantages, tree_advantages, turn_advantages
 from thresher.rewards.reward import Source
 
-Span = tuple[int, int, float]  # of a reward: from byte to byte of what the policy wrote, and its value
-Values = list[list[float]]  # of each trajectory, of each of its turns or sampled tokens
+Span = tuple[int, int, float]  # of a reward: start and end byte in the policy's text, and the value
+Values = list[list[float]]  # for each trajectory, one value per turn or sampled token
 
 
 def token_advantages(
@@ -48,8 +49,8 @@ def token_advantages(
     """Return the advantage of each trained token (`trained_contexts`), by `grpo.advantage`. UserError for a reward
     whose turns or spans do not fit its trajectory.
 
-    rewards, advantages: of each trajectory. branches: `branch_advantages`. seed: of the control that shuffles rewards;
-    it shuffles those of turns, too, among all turns of a group, and those of spans among its spans.
+    rewards, advantages: one per trajectory. branches: from `branch_advantages`. seed: seed of the control that shuffles
+    rewards. It also shuffles the rewards of turns among all turns of a group, and the values of spans among its spans.
     """
     if grpo.advantage == "trajectory":
         own = [[value] * entry.trajectory.count(Source.POLICY) for entry, value in zip(scored, advantages, strict=True)]
@@ -64,8 +65,8 @@ def token_advantages(
 
 
 def _of_trained(entry: Scored, own: list[float], advantage: float, branches: Mapping[str, float]) -> list[float]:
-    """Return the advantage of each trained token. own: of each token of the trajectory's own turns, of which those that
-    it inherited are not trained. advantage: of the trajectory, and of its branches that are not among `branches`."""
+    """Return the advantage of each trained token. own: of each token of the trajectory's own turns; inherited ones are
+    not trained. advantage: of the trajectory, and of its branches that are not in `branches`."""
     trained = trained_contexts(entry.trajectory)
     own_tokens = sum(len(context.positions) for context in trained if context.branch is None)
     values = own[len(own) - own_tokens :]
@@ -76,10 +77,10 @@ def _of_trained(entry: Scored, own: list[float], advantage: float, branches: Map
 
 
 def branch_rewards(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[dict[str, float]]:
-    """Return, of each trajectory, the rewards of its branches that have their own, by name. UserError for a branch that
-    is not trained, and for what is no number.
+    """Return, for each trajectory, the rewards of its branches that have their own, by name. UserError for a branch
+    that is not trained, and for a value that is not a number.
 
-    shuffle: the control; among the branches of a name in a group, by the seed.
+    shuffle: the control: shuffle the rewards of the branches of the same name in a group, by the seed.
     """
     found = [_rewarded_branches(entry) for entry in scored]
     if shuffle:
@@ -98,8 +99,10 @@ def branch_rewards(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[d
 def branch_advantages(
     rewards: Sequence[Mapping[str, float]], groups: Sequence[int], grpo: GrpoSection
 ) -> list[dict[str, float]]:
-    """Return, of each trajectory, the advantages of its branches by name, each among those of its name. rewards:
-    `branch_rewards`. groups: the group of each trajectory."""
+    """Return, for each trajectory, the advantages of its branches by name, each among those of its name.
+
+    rewards: from `branch_rewards`. groups: the group of each trajectory.
+    """
     found: list[dict[str, float]] = [{} for _ in rewards]
     for name in dict.fromkeys(name for own in rewards for name in own):
         numbers = [n for n, own in enumerate(rewards) if name in own]
@@ -110,10 +113,10 @@ def branch_advantages(
 
 
 def _rewarded_branches(entry: Scored) -> dict[str, float]:
-    """Return the rewards of a trajectory's branches. UserError as `branch_rewards`."""
+    """Return the rewards of a trajectory's branches. UserError as in `branch_rewards`."""
     given, branches = entry.result.branches or {}, entry.trajectory.branches
     trained = [name for name, branch in branches.items() if branch.in_loss]
-    # A call that it took over is trained where it was sampled.
+    # A call that was taken over from another sample is trained in that sample.
     taken_over = {name for name, branch in branches.items() if branch.trained and not branch.in_loss}
     given = {name: value for name, value in given.items() if name not in taken_over}
     for name, value in given.items():
@@ -131,7 +134,7 @@ def _rewarded_branches(entry: Scored) -> dict[str, float]:
 
 
 def _by_turns(scored: Sequence[Scored], rewards: Sequence[float], grpo: GrpoSection, seed: int) -> Values:
-    """Return the advantage of each token of the trajectories' own turns, which is that of its turn."""
+    """Return the advantage of each token of the trajectories' own turns: that of its turn."""
     members: dict[int, list[int]] = {}
     for n, entry in enumerate(scored):
         members.setdefault(entry.trajectory.group, []).append(n)
@@ -154,7 +157,7 @@ def _by_turns(scored: Sequence[Scored], rewards: Sequence[float], grpo: GrpoSect
 
 
 def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSection) -> Values:
-    """Return the advantage of each turn of a group's trajectories; one that has no turn takes no part."""
+    """Return the advantage of each turn of a group's trajectories; a trajectory without turns is left out."""
     some = [n for n, own in enumerate(rewards) if own]
     if not some:
         return rewards
@@ -179,10 +182,10 @@ def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSec
 
 
 def _of_forest(trajectories: Sequence[Trajectory], returns: Sequence[float], grpo: GrpoSection) -> Values:
-    """Return the advantage of each turn of a group's trajectories, which are in the order of their samples."""
+    """Return the advantage of each turn of a group's trajectories, given in the order of their samples."""
     parents: list[int] = []
     rewards: list[float | None] = []
-    paths: dict[int, list[int]] = {}  # of each sample the nodes of its tree's prompt and of its turns
+    paths: dict[int, list[int]] = {}  # sample -> the nodes of its tree's prompt and of its turns
 
     def add(parent: int) -> int:
         parents.append(parent)
@@ -213,7 +216,7 @@ def _of_forest(trajectories: Sequence[Trajectory], returns: Sequence[float], grp
 
 
 def _of_turns(entry: Scored) -> list[float]:
-    """Return the rewards of a trajectory's turns, without its own."""
+    """Return the rewards of a trajectory's turns, without the trajectory's own reward."""
     count, given = sum(1 for _ in turns(entry.trajectory)), entry.result.turns
     if given is None:
         return [0.0] * count
@@ -238,7 +241,7 @@ def _states(trajectory: Trajectory, observation: bool) -> list[tuple[int, ...]]:
 
 
 def _spans(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[list[Span]]:
-    """Return the spans that each trajectory's reward names. shuffle: the control; their values, within a group."""
+    """Return the spans of each trajectory's reward. shuffle: the control: shuffle their values within a group."""
     found = [list(entry.result.tokens or ()) for entry in scored]
     if not shuffle:
         return found
@@ -253,7 +256,7 @@ def _spans(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[list[Span
 
 
 def _of_spans(entry: Scored, advantage: float, spans: Sequence[Span], tokenizer: Tokenizer) -> list[float]:
-    """Return the trajectory's advantage for each token, with the values of the spans that it has bytes in."""
+    """Return the trajectory's advantage for each token, plus the values of the spans that overlap the token's bytes."""
     ids = [token for turn in turns(entry.trajectory) for token in turn.ids]
     bounds = [0]
     for token in ids:

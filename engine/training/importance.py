@@ -1,4 +1,4 @@
-"""Old log-probs by a forward of the update's own, and importance weights of them against the rollout's.
+"""Old log-probs recomputed by the update, and the importance weights between them and the rollout's log-probs.
 
     w_t = pi_old(y_t) / pi_rollout(y_t) = exp(l_t - m_t)                      "token"
     w   = prod_t w_t = exp(sum_t (l_t - m_t)), of a context, for its tokens  "sequence"
@@ -6,14 +6,14 @@
                                                  Off-Policy RL Training"; cap 2 there
     mask       w if floor <= w <= cap, else 0    IcePop (Ling Team 2025), by token; verl's rollout correction, both
 
-l_t is the log-prob of a sampled token by the weights that the rollout had, computed by the update before its first
-step; m_t the one that was recorded when the token was sampled. In one dtype with the same kernels they are equal up to
+l_t is the log-prob of a sampled token under the weights of the rollout, computed by the update before its first step;
+m_t is the log-prob recorded when the token was sampled. In one dtype with the same kernels they are equal up to
 rounding. Where they are not, the ratio of the surrogate is taken against l_t, and w multiplies the advantage, that is
 the whole surrogate term: w min(r A, clip(r) A). KL and entropy keep their weight, and so does the aggregation: a masked
 token counts in |y|.
 
-A step's record has, of the weights before they were bounded, their mean and largest, the share that was bounded, and
-the effective sample share (sum w)^2 / (n sum w^2) over n tokens or sequences (Kish 1965; 1 is the best). Each rank sums
+A step's record has the mean and the largest of the weights before they are bounded, the share that is bounded, and the
+effective sample share (sum w)^2 / (n sum w^2) over n tokens or sequences (Kish 1965; 1 is the best). Each rank sums
 over its own trajectories, and rank 0 adds the sums. Exponents are capped at 80.
 """
 
@@ -31,7 +31,7 @@ EXP_CAP = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSums:
-    """Sums of one rank's importance weights before they were bounded. count: of tokens or sequences."""
+    """Sums of one rank's importance weights before they are bounded. count: number of tokens or sequences."""
 
     count: int = 0
     total: float = 0.0
@@ -42,9 +42,9 @@ class WeightSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLogprobs:
-    """Results, on one rank, of the forward before a step's first update: the gap between its log-probs and the
-    rollout's, in nats, over the tokens that the same weights drew, and the sums of the importance weights (0 without
-    weights)."""
+    """Results of the forward before a step's first update, on one rank. The gap is between its log-probs and the
+    rollout's, in nats, over the tokens sampled with the same weights. The sums of the importance weights are 0 without
+    weights."""
 
     tokens: int
     gap: float  # sum of the absolute values, over tokens
@@ -54,7 +54,7 @@ class RecomputedLogprobs:
 
 
 def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str, float]:
-    """Return the entries of a step's record that sum up `ranks`, the findings of all ranks."""
+    """Return the entries of a step's record from the results of all ranks."""
     weights = [found.weights for found in ranks]
     count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
     total = math.fsum(w.total for w in weights)
@@ -72,13 +72,13 @@ def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str,
 
 
 def gap_entries(tokens: int, total: float, largest: float) -> dict[str, float]:
-    """Return the entries of a record that say how far recorded log-probs are from those of an update: the mean over
-    `tokens`, from their sum, and the largest, in nats; {} for no tokens."""
+    """Return the entries of a record on the gap between recorded and recomputed log-probs; {} for no tokens. They are
+    the mean over `tokens`, from their sum `total`, and the largest, in nats."""
     return {"logprob_gap": total / tokens, "logprob_gap_max": largest} if tokens else {}
 
 
 def logprob_gaps(sequences: Sequence[TrainSequence], computed: Sequence[Sequence[float]]) -> list[float]:
-    """Return how far each token's recorded log-prob is from the computed one, of the tokens that are not stale."""
+    """Return the distance between recorded and computed log-prob of each token that is not stale."""
     return [
         abs(now - then)
         for one, logprobs in zip(sequences, computed, strict=True)
@@ -89,12 +89,12 @@ def logprob_gaps(sequences: Sequence[TrainSequence], computed: Sequence[Sequence
 def recompute_logprobs(
     updater: Updater, by_update: Sequence[list[TrainSequence]], grpo: GrpoSection, temperature: float
 ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
-    """Return the sequences of each optimiser step with old log-probs by the current policy, and importance
-    weights where the recipe has them; and the statistics of these."""
+    """Recompute the old log-probs of each optimiser step's sequences with the current policy. Return the sequences with
+    them, and with importance weights if the recipe has them, and the statistics."""
     started = time.perf_counter()
     sequences = [one for of_update in by_update for one in of_update]
     rollout = [one.old_logprobs for one in sequences]
-    # Each update's by itself, as it packs them: before the first one, a ratio is then 1 to the bit.
+    # Each update's separately, packed as the update packs them: before the first one, a ratio is then 1 to the bit.
     own = [values for of_update in by_update for values in updater.logprobs(of_update, temperature)]
     gaps = logprob_gaps(sequences, own)
     weights, sums = importance_weights(own, rollout, grpo)
@@ -114,8 +114,8 @@ def recompute_logprobs(
 def importance_weights(
     own: Sequence[Sequence[float]], rollout: Sequence[Sequence[float]], grpo: GrpoSection
 ) -> tuple[list[list[float] | None], WeightSums]:
-    """Return the weight of each token from its log-probs by the update and by the rollout (None: the recipe has no
-    weights), and the sums of the unbounded weights."""
+    """Return the importance weight of each token, and the sums of the unbounded weights. None: the recipe has no
+    weights. own, rollout: the tokens' log-probs by the update and by the rollout."""
     if grpo.tis_level == "none":
         return [None] * len(own), WeightSums()
     logs = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(own, rollout, strict=True)]

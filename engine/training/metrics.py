@@ -17,17 +17,19 @@ from thresher.engine.training.importance import RecomputedLogprobs, gap_entries,
 from thresher.engine.training.step import StepResult, groups_with_signal
 from thresher.engine.training.update import UpdateStats
 
-_TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; all else are counts
+_TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; the others are counts
 _SLOTS = ("slots", "busy_slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
-    log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced,
-    tokens_replaced: of `Sampled`. inherited: sampled tokens that trajectories took over from others. staleness: trained
-    tokens by the updates between the weights that drew them and those that are trained; empty where the rollout was no
-    partial one."""
+    """Measures of a step from one rank; `step_record` merges those of all ranks.
+
+    right_logprobs: by (group, sample), the mean log-prob at sampling of the tokens of a trajectory with a right answer.
+    rounds, replaced, tokens_replaced: as in `Sampled`. inherited: number of sampled tokens that trajectories took over
+    from others. staleness: number of trained tokens by the number of updates between the weights that sampled them and
+    those that are trained; empty without partial rollouts.
+    """
 
     rows: list[Measured]
     cut_passages: int
@@ -45,10 +47,10 @@ class RankStep:
 
 
 def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
-    """Return the measures of the rank that calls it."""
+    """Return the measures of the calling rank."""
     sampled = result.sampled
     with_signal = groups_with_signal(result.scored, result.credit or result.advantages)
-    right = {  # where no exact match is measured, what was rewarded above its group
+    right = {  # if no exact match is measured, the trajectories with a positive advantage
         (entry.trajectory.group, entry.trajectory.sample): logprobs
         for entry, advantage in zip(result.scored, result.advantages, strict=True)
         if entry.result.parts.get("em", advantage > 0) and (logprobs := entry.trajectory.policy_logprobs())
@@ -71,7 +73,7 @@ def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
 
 
 def staleness_of(trajectories: Iterable[Trajectory], step: int) -> dict[int, int]:
-    """Return how many trained tokens have which staleness in this step."""
+    """Return the number of trained tokens by their staleness in this step."""
     found: Counter[int] = Counter()
     for trajectory in trajectories:
         for context in trained_contexts(trajectory):
@@ -81,8 +83,8 @@ def staleness_of(trajectories: Iterable[Trajectory], step: int) -> dict[int, int
 
 
 def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl: means over all ranks' trajectories, losses over tokens, sums of counts,
-    and seconds by phase of the rank that took longest. refill: as the recipe has it."""
+    """Return a step's line of metrics.jsonl. It has means over all ranks' trajectories, losses over tokens, sums of
+    counts, and the seconds by phase of the slowest rank. refill: `grpo.refill` of the recipe."""
     updates = [_of_all(each) for each in zip(*(rank.updates for rank in ranks), strict=True)]
     recomputed = [rank.recomputed for rank in ranks if rank.recomputed is not None]
     right = sorted(itertools.chain.from_iterable(rank.right_logprobs.items() for rank in ranks))
@@ -100,7 +102,7 @@ def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> d
         **(recomputed_logprobs_record(recomputed) if recomputed else {}),
         "reward_seconds": max(rank.scoring_seconds for rank in ranks),
         "threads": torch.get_num_threads(),
-        # Of those threads: a policy, or for how many turns they wait busily; None: as their library has it.
+        # How these threads wait: a policy, or a number of busy turns; None: the default of their library.
         "wait_policy": os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"),
         **_rollout_metrics([rank.clock for rank in ranks]),
     }
@@ -137,7 +139,7 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 
 
 def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
-    """Return the rounds of a step, its first included, and the groups set aside in them, with their tokens."""
+    """Return the number of rounds of a step, including the first, and of the groups and tokens set aside in them."""
     return {
         "refill_rounds": max(rank.rounds for rank in ranks),
         "refilled_groups": sum(rank.replaced for rank in ranks),
@@ -146,8 +148,7 @@ def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
 
 
 def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
-    """Return the tokens that were sampled a trajectory, and the share of its tokens that it took over from another; {}
-    where no trajectory went on from another's."""
+    """Return the tokens sampled per trajectory, and the share of inherited tokens; {} if no trajectory is forked."""
     if not any(rank.clock["forks"] or rank.inherited for rank in ranks):
         return {}
     inherited, rows = sum(rank.inherited for rank in ranks), [row for rank in ranks for row in rank.rows]
@@ -156,7 +157,7 @@ def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
 
 
 def _staleness_metrics(ranks: Sequence[RankStep]) -> dict[str, Any]:
-    """Return the mean staleness of the trained tokens, and how many have which, from 0 on; {} where none is known."""
+    """Return the mean staleness of the trained tokens, and their number by staleness from 0 on; {} if none is known."""
     total = sum((Counter(rank.staleness) for rank in ranks), Counter[int]())
     if not total:
         return {}
@@ -177,7 +178,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "lr": updates[-1].lr,
         **{name: value / total.rows for name, value in total.sums.items()},
         **total.largest,
-        # Of the first update: later ones start from other weights. Tokens that others drew have none.
+        # Of the first update: later ones start from other weights. Tokens sampled with other weights have no gap.
         **_gap_entries([first]),
         "capped": total.capped,
         "train_tokens": total.tokens,
@@ -188,7 +189,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
 
 
 def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
-    """Return how far the policy has moved from the old log-probs, pass by pass; {} where there is a single pass."""
+    """Return how far the policy has moved from the old log-probs in each pass; {} if there is a single pass."""
     epochs = sorted({stats.epoch for stats in updates})
     if epochs[-1:] <= [0]:
         return {}
@@ -217,15 +218,16 @@ def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of the rank whose rollout took longest, and the counts of all."""
+    """Return the seconds of the rank with the longest rollout, and the summed counts of all ranks."""
     slowest, slots = max(clocks, key=lambda each: each["total"]), sum(each["slots"] for each in clocks)
     return {
         "rollout_seconds": slowest["total"],
-        "search_share": slowest["search"] / slowest["total"],  # of the rollout's time, in which decoding waited
-        "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # of the decoder's Python, a forward
+        "search_share": slowest["search"] / slowest["total"],  # of the rollout, while decoding waited
+        "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # the decoder's Python, per forward
         "host_seconds": slowest["rest"],
         **{f"{name}_seconds": slowest[name] for name in ("decode", "prefill", "search")},
-        # The share of the slots that drew, over the steps in which any did; null where the queue had all groups whole.
+        # Share of busy slots, over the decode steps in which any was busy; null if all groups were complete in the
+        # queue.
         "slots_busy": sum(each["busy_slots"] for each in clocks) / slots if slots else None,
         **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES + _SLOTS},
     }

@@ -1,22 +1,23 @@
-"""Groups that outlive their step (rollout.partial): which are begun, which enter a step, and what a checkpoint keeps.
+"""Groups that span several steps (rollout.partial): which begin, which enter a step, and what a checkpoint stores.
 
-The groups of a run stand in one queue, in the order of their numbers: questions and seeds are those that they have
-without rollout.partial. A step takes the next ones, in that order, and ends once they are complete. Meanwhile
-`groups_in_flight` groups, those included, are under way, so that slots that become free are taken. What has begun goes
-on in the next step, under its weights, from where it was.
+The groups of a run form one queue, in the order of their numbers. Their questions and seeds are the same as without
+rollout.partial. A step takes the next groups in that order, and ends once they are complete. Meanwhile
+`groups_in_flight` groups, including those, are being sampled, so that free slots are used. Unfinished groups continue
+in the next step, with its weights, from where they stopped.
 
     step 1    [0 1 2 3] 4 5 6 7          in flight 8, a step takes 4
     step 2              [4 5 6 7] 8 9 10 11
 
-So a group enters the step in which it would have been sampled, however long it takes: no length is favoured. Its first
-token is at most in_flight / questions_per_step - 1 updates old, rounded up, which is at most `max_staleness`. Which
-weights drew a token follows from counts of decode steps; where a server or a tool answers, also from when it does.
+A group therefore enters the step in which it would have been sampled otherwise, however long it takes, so no length is
+favoured. Its first token is at most in_flight / questions_per_step - 1 updates old, rounded up, which is at most
+`max_staleness`. Which weights sample a token depends on counts of decode steps; if a server or a tool answers, also on
+the time of its answer.
 
-With run.async (asynchronous.py) a step's groups are complete one step before they are trained, and a checkpoint has
-them. Without rollout.partial no others are under way: in_flight is questions_per_step.
+With run.async (asynchronous.py) a step's groups are complete one step before they are trained, and a checkpoint
+contains them. Without rollout.partial no other groups are being sampled: in_flight is questions_per_step.
 
-With grpo.refill a group is scored once it is complete. One without a signal is set aside, the next number takes its
-place in the step, and another group begins at once.
+With grpo.refill a group is scored once it is complete. A group without a signal is set aside, the group with the next
+number takes its place in the step, and another group begins at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +32,14 @@ from thresher.engine.scoring.score import Scored
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
 
-FILE = "unfinished.jsonl"  # of a checkpoint
+FILE = "unfinished.jsonl"  # name in a checkpoint
 LEARN_NOTHING = "go on from another checkpoint by --resume --resume-from STEP"
 
 
 @dataclass(slots=True)
 class Queue:
-    """Groups that have begun and that no step has taken, by number; `next`: the number of the first that none has
-    taken. scored: those of them that have been scored. counted: of the groups that the next step takes, where these are
+    """Groups that have begun and that no step has taken, by number. next: the lowest number that no step has taken.
+    scored: the scored ones of these groups. counted: counts of the groups that the next step takes, if these are
     complete (run.async)."""
 
     next: int = 0
@@ -47,12 +48,12 @@ class Queue:
     counted: "Counted | None" = None
 
     def copied(self) -> "Queue":
-        """Return a queue that can be played on without changing this one."""
+        """Return a copy that can be continued without changing this queue."""
         groups = {number: _copied(group) for number, group in self.groups.items()}
         return Queue(self.next, groups, dict(self.scored))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the queue as JSON records: `next` and the counts, and the groups in order."""
+        """Return the queue as JSON records: first `next` and the counts, then the groups in order."""
         head: dict[str, Any] = {"next": self.next}
         if self.counted is not None:
             head["counted"] = asdict(self.counted)
@@ -70,9 +71,11 @@ class Queue:
 
 @dataclass(slots=True)
 class Counted:
-    """What the record of a step needs of the rollout that completed its groups, and what playing their logs again does
-    not tell. gap, gap_largest: sum and largest of |log-prob when drawn - by the update's forward| over `gap_tokens`
-    tokens, by the weights that drew them."""
+    """Counts of the rollout that completed a step's groups, which a replay of their logs does not give.
+
+    gap, gap_largest: sum and largest of |log-prob at sampling - log-prob by the update's forward| over `gap_tokens`
+    tokens, with the weights that sampled them.
+    """
 
     clock: RolloutClock
     cut_passages: int
@@ -84,8 +87,8 @@ class Counted:
 class Taking:
     """The groups that a step takes from the queue, as they become complete.
 
-    count: how many it takes. in_flight: how many are under way. most: how many it looks at, those set aside included.
-    last: how many groups there are; None: without end.
+    count: number of groups to take. in_flight: number of groups being sampled. most: number of groups to look at,
+    including those set aside. last: number of all groups; None: unlimited.
     """
 
     def __init__(self, queue: Queue, count: int, in_flight: int, most: int, last: int | None = None) -> None:
@@ -94,7 +97,7 @@ class Taking:
         self.without_signal: set[int] = set()
 
     def looked_at(self) -> list[int]:
-        """Return the numbers of the complete groups before the first that is not, as many as the step looks at."""
+        """Return the numbers of the complete groups before the first incomplete one, up to the step's limit."""
         found: list[int] = []
         with_signal = 0
         for number in range(self.queue.next, self.following):
@@ -112,7 +115,7 @@ class Taking:
 
     def due(self) -> range:
         """Return the numbers of the groups to begin now, and count them as begun."""
-        # A step looks at `most` groups, so those behind would be older than others when a step takes them.
+        # A step looks at `most` groups; groups after these would be older than others when a step takes them.
         ahead = max(self.in_flight, min(self.in_flight + len(self.without_signal), self.most))
         stop = self.queue.next + ahead
         numbers = range(self.following, max(stop if self.last is None else min(stop, self.last), self.following))
@@ -120,8 +123,8 @@ class Taking:
         return numbers
 
     def take(self) -> tuple[dict[int, Group], list[Group]]:
-        """Take the step's groups from the queue, in order; return them, and those that are set aside. Where too few
-        have a signal, some without one are taken, as many as are missing."""
+        """Take the step's groups from the queue, in order; return them and the groups that are set aside. If too few
+        have a signal, groups without one are taken in place of the missing ones."""
         found = self.looked_at()
         chosen = [number for number in found if number not in self.without_signal]
         spare = [number for number in found if number in self.without_signal]
@@ -135,12 +138,12 @@ def _copied(group: Group) -> Group:
     return replace(group, log=list(group.log), drawn=dict(group.drawn))
 
 
-# --- What a checkpoint keeps
+# --- Queues in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class SavedQueues:
-    """The queues of all ranks, for a checkpoint: by rank, what `Queue.records` returns."""
+    """The queues of all ranks, for a checkpoint: by rank, the result of `Queue.records`."""
 
     ranks: Sequence[list[dict[str, Any]]]
 
@@ -153,8 +156,8 @@ class SavedQueues:
 
 
 def read_queue(path: Path, rank: int, ranks: int) -> tuple[Queue, dict[int, Mapping[str, Any]]]:
-    """Return a rank's queue without its groups, and by number the records of these, from a checkpoint's folder.
-    UserError where it is absent, or of another number of ranks."""
+    """Read a rank's queue, without its groups, and the groups' records by number from a checkpoint's folder. UserError
+    if the file is absent, or was saved by another number of ranks."""
     file = path / FILE
     if not file.is_file():
         raise UserError(
@@ -182,7 +185,8 @@ def read_queue(path: Path, rank: int, ranks: int) -> tuple[Queue, dict[int, Mapp
 
 
 def restore(group: Group, record: Mapping[str, Any]) -> Group:
-    """Put what a checkpoint has of a group into it; it is played to where it was, a complete one to its end."""
+    """Restore a group's log from its record in a checkpoint. Playing the log brings the group to where it was, a
+    complete one to its end."""
     if record.get("question") != group.question.id:
         raise UserError(
             f"{record['where']}: expected a group of question {group.question.id}, found {record.get('question')}; "

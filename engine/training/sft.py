@@ -2,14 +2,14 @@
 
 A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" |
 "prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
-same tokens; one that brings "ids", as a trajectory's do, is trained on these. A transcript without a prompt segment
+same tokens. A segment with "ids", as in a trajectory, is trained on these ids. A transcript without a prompt segment
 gets the recipe's own prompt for its question, or that of its own "template", with the "passages" [{"title", "text"},
-..] that the template has a place for. After a policy segment with "end": true comes the model's end of text. Questions
-with answers become transcripts in sft_data.py.
+..] that the template has a place for. After a policy segment with "end": true the model's end of text is appended.
+sft_data.py makes transcripts from questions with answers.
 
-A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
-of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some
-seeds, and reinforcement cannot teach a policy that never does it.
+A policy segment may list `copied`: character ranges of names that are in the question or in a passage. The gate is the
+share of their tokens that is predicted right on held-out transcripts. Copying a name is learned suddenly, late with
+some seeds, and reinforcement learning cannot teach a policy that never does it.
 """
 
 import itertools
@@ -49,8 +49,8 @@ FORM = "{'question', 'segments': [{'source', 'text'}, ..]}"
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Token ids, the positions that are trained, and those among them that were copied from a passage;
-    whether passages of its prompt were cut."""
+    """Token ids, the positions that are trained, and those among them that were copied from the question or a
+    passage. cut: whether passages of its prompt were cut."""
 
     ids: list[int]
     positions: list[int]
@@ -73,7 +73,7 @@ def read_data(
     sft: SftSection, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
 ) -> tuple[list[Transcript], list[Unused], int]:
     """Return the transcripts of sft.data, the questions that give none, and the number of all questions. UserError for
-    a file that cannot be read or gives nothing."""
+    a file that cannot be read or gives no transcript."""
     assert sft.data is not None
     template = None if sft.template is None else read_template(sft.template, passages=sft.format != "closed-book")
     if sft.format == "reasoning" and "{passages}" not in system_template:
@@ -117,10 +117,10 @@ def encode_all(
 
 
 def _contexts(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a record of each context in which the policy wrote: several for a trajectory that folded."""
+    """Return one record for each context in which the policy wrote; a folded trajectory has several."""
     segments = record["segments"]
     prompts = [segment["source"] == Source.PROMPT for segment in segments]
-    # In a stored trajectory each prompt begins one; in a record of one's own its prompt may be several.
+    # In a stored trajectory each prompt segment begins a context; in your own record several may form one prompt.
     stored = all("ids" in segment for segment in segments)
     starts = [n for n, (before, here) in enumerate(itertools.pairwise(prompts), 1) if here and (stored or not before)]
     parts = [segments[start:end] for start, end in itertools.pairwise([0, *starts, len(segments)])]
@@ -131,8 +131,8 @@ def _contexts(record: dict[str, Any]) -> list[dict[str, Any]]:
 def encode_transcript(
     record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
 ) -> Transcript:
-    """Return one transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
-    malformed or trains nothing."""
+    """Return a transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for a record that
+    is malformed or trains nothing."""
     segments = record["segments"]
     cut = False
     ids: list[int] = []
@@ -181,7 +181,7 @@ def _segment_ids(segment: dict[str, Any], source: Source, tokenizer: Tokenizer) 
 
 
 def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return which of a segment's tokens lie within its `copied` ranges (characters), by their bytes."""
+    """Return the places of a segment's tokens whose bytes lie within its `copied` ranges (characters)."""
     ranges = [
         (len(segment["text"][:start].encode()), len(segment["text"][:end].encode()))
         for start, end in segment.get("copied", ())
@@ -206,15 +206,15 @@ class SftResult:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A training that was begun before. records: of its steps so far, at least one. restore: puts the weights behind
-    the last of them back into the policy, and the moments into the optimiser."""
+    """An earlier training that is to be continued. records: those of its steps so far, at least one. restore: restores
+    the weights after the last of them in the policy, and the moments in the optimiser."""
 
     records: Sequence[Mapping[str, Any]]
     restore: Callable[[torch.optim.Optimizer], None]
 
 
 class SftTrainer:
-    """Trains weights in place on transcripts, until the gate opens or the steps are used up."""
+    """Train weights in place on transcripts, until the gate opens or no steps are left."""
 
     def __init__(
         self,
@@ -254,11 +254,11 @@ class SftTrainer:
         begun: Begun | None = None,
         keep: Callable[[int, torch.optim.Optimizer], None] = lambda done, optimizer: None,
     ) -> SftResult:
-        """Train, from the weights as they are.
+        """Train from the current weights.
 
-        log: gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured.
-        begun: go on behind its records; the weights are those with which it began. keep: called behind each step with
-        the number of steps of all attempts so far, and the optimiser.
+        log: called with the record of each step: step, restart, loss, lr, grad_norm, tokens, and copying where it was
+        measured. begun: continue after its records; the weights are those with which it began. keep: called after each
+        step with the number of steps of all attempts so far, and the optimiser.
         """
         trained = {name: value for name, value in self.weights.module.named_parameters() if value.requires_grad}
         start = {name: value.detach().clone() for name, value in trained.items()}
@@ -319,7 +319,7 @@ class SftTrainer:
         return gate is not None and copying is not None and copying >= gate
 
     def _batches(self, restart: int) -> Iterator[list[Transcript]]:
-        """Yield the batches of an attempt, without end: a function of the seed and the restart."""
+        """Yield the batches of an attempt without end. They are a function of the seed and the restart."""
         rng = Random(f"sft {self.seed} {restart}")
         order: list[Transcript] = []
         while True:
@@ -357,7 +357,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def copying(self) -> float:
-        """Return the share of the held-out copied tokens that are the most likely token at their place."""
+        """Return the share of the held-out copied tokens that are the most likely token at their position."""
         sequences = [_sequence(t.ids, t.copied, 0.0, 1.0) for t in self.held_out]
         right = total = 0
         for packed in pack(sequences, self.optim.micro_batch_tokens, self.policy.device, self.attention):

@@ -1,8 +1,8 @@
-"""Analyses for ARENA's SFT-reasoning, written by the backbone itself: it is shown a question with its references, told
-which of them matter and what the answer is, and asked how the one follows from the others.
+"""Analyses for ARENA's SFT-reasoning, written by the backbone itself. The prompt shows it a question with its
+references, the relevant ones among them and the answer, and asks it to derive the answer from these.
 
-What it writes between the analysis tags is kept. An analysis that does not close within the limit, and a question whose
-prompt leaves no room for one, give None. Greedy, through the engine's own rollout, so every run writes the same.
+The text between the analysis tags is kept. An analysis that does not close within the limit, and a question whose
+prompt leaves no room for one, give None. Decoding is greedy, by the engine's own rollout, so every run writes the same.
 """
 
 import sys
@@ -41,8 +41,7 @@ Write it between <analysis> and </analysis>, and nothing else.
 
 
 def with_answer(question: Question) -> Question:
-    """Return the question with its gold references and answer in its text, as data like the question, not as
-    template."""
+    """Return the question with its gold references and its answer in the text, as data and not as template."""
     indices = ", ".join(f"[{index}]" for index in sorted(question.gold_indices or ()))
     text = f"Question: {question.question}\nReferences that matter: {indices}\nAnswer: {question.golds[0]}"
     return replace(question, question=text)
@@ -57,9 +56,10 @@ def explain(question: Question, config: EpisodeConfig) -> Episode:
 def write_analyses(
     questions: Sequence[Question], model: str | Path, device: str = "cpu", max_tokens: int = 512
 ) -> dict[str, str | None]:
-    """Return each question's analysis by id, None where there is none. Questions need passages, gold indices and golds.
+    """Return each question's analysis by id, None if there is none. Questions need passages, gold indices and golds.
 
-    The model computes in float32 on a CPU, in bfloat16 on CUDA, and is asked through its chat template if it has one.
+    The model computes in float32 on a CPU, in bfloat16 on CUDA, and is prompted through its chat template if it has
+    one.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but torch sees no CUDA device; use cpu")
@@ -76,7 +76,7 @@ def write_analyses(
         tags=arena.tags,
         k=1,
         chat=tokenizer.chat_template is not None,
-        max_passage_tokens=sys.maxsize,  # nothing is cut: what exceeds the context is left out below
+        max_passage_tokens=sys.maxsize,  # nothing is cut: prompts that exceed the context are left out below
         passage_format=arena.preset["retrieval"]["passage_format"],
     )
     asked = {question.id: with_answer(question) for question in questions}
@@ -105,7 +105,7 @@ def write_analyses(
 
 
 def analysis_in(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
-    """Return the text before the closing tag, behind an opening one if the model wrote it; None if there is none."""
+    """Return the text before the closing tag, after an opening tag if the model wrote it; None if there is none."""
     (segment,) = (segment for segment in trajectory.segments if segment.source is Source.POLICY)
     if segment.stop is None:
         return None

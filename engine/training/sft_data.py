@@ -1,4 +1,4 @@
-"""Supervised data from questions: what `thresher data sft` writes, and what `thresher sft` trains on given sft.data.
+"""Supervised data from questions: the output of `thresher data sft`, and the data of `thresher sft` with sft.data.
 
     kind          prompt                          trained on
     direct        question, numbered references   the answer                                       ARENA's SFT-direct
@@ -8,17 +8,17 @@
     filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
     recomp        sentences to train an encoder on, no transcript: compressors/training_data.py  RECOMP's compressor
     episode       the system's own, its turns written by a script: sft_episodes.py            a warm-up
-    reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
+    reason-extract, extract                       evidence after its rationale, or alone, of a teacher's transcript
                   question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
-The prompts of qa and closed-book are those that the baselines full_passages, evidence and direct ask with. The answer
-is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
-closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
-the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
-references; the record's metadata say which. Which sentences help is chosen by engine/compressors/training_data.py.
+The prompts of qa and closed-book are those of the baselines full_passages, evidence and direct. The answer is the first
+gold, between answer tags or plain. Where a stop at </answer> is not guaranteed (qa, closed-book, every plain answer),
+the end of text follows and is trained. An analysis is written by a model that was given the gold references and the
+answer (sft_analyses.py), as in the paper; without a model it is a sentence that names the references. The record's
+metadata say which. engine/compressors/training_data.py selects the sentences that help.
 
-A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
-A teacher's transcripts are those of `thresher eval` with the system eviomni, or anyone's in the form of
+A record is a transcript in the format of sft.py: passages and question stay data, so that nothing in them can become a
+tag. A teacher's transcripts come from `thresher eval` with the system eviomni, or from any source in the format of
 `thresher score`. Questions that cannot be used are returned with the reason. Deliberately absent: several answers to
 one question.
 """
@@ -45,9 +45,9 @@ from thresher.rewards.text import exact_match
 
 TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # kind -> spans of a teacher's transcript
 KINDS = ("direct", "reasoning", "qa", "closed-book")
-FILCO = "filco"  # its records take a measure, which sft.format has not
-RECOMP = "recomp"  # its records are of an encoder: engine/compressors/training_data.py
-EPISODE = "episode"  # its records are of a recipe's system: sft_episodes.py
+FILCO = "filco"  # its records need a measure, which sft.format has not
+RECOMP = "recomp"  # its records train an encoder: engine/compressors/training_data.py
+EPISODE = "episode"  # its records belong to a recipe's system: sft_episodes.py
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
@@ -71,7 +71,7 @@ _TEMPLATES = {
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A question that gives no record, and why."""
+    """A question that gives no record, and the reason."""
 
     id: str
     reason: str
@@ -88,9 +88,9 @@ def make_records(
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
     """Return a transcript record for each question that can be used, and the questions that cannot.
 
-    template: in place of the kind's own; a reasoning record has none, and gets the recipe's. analyses: by question id,
-    written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
-    evidence: by question id, of filco records, chosen by `author`; it may be empty.
+    template: replaces the kind's own; the kind reasoning has none, and its records get the recipe's. analyses: by
+    question id, written by `author`; None for one that does not close. Without analyses a sentence is made from the
+    references. evidence: for filco, by question id, chosen by `author`; it may be empty.
     """
     if template is None and kind != "reasoning":
         template = _TEMPLATES[kind] if style == "tagged" else _TEMPLATES[kind].replace(TAGGED, BARE)
@@ -121,7 +121,7 @@ def make_records(
 
 
 def why_unusable(question: Question, kind: str) -> str | None:
-    """Return the reason why a question gives no record of this kind; None where it gives one."""
+    """Return the reason why a question gives no record of this kind; None if it gives one."""
     if not question.golds or not question.golds[0].strip():
         return "its first gold answer is blank"
     if kind != "closed-book" and not question.passages:
@@ -142,13 +142,14 @@ def templated_analysis(question: Question) -> str:
 
 
 def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
-    """Return the policy's segment of an answer. copied: its place, if the question or a passage contains the answer."""
+    """Return the policy segment of an answer. Its `copied` is the answer's range, if the question or a passage contains
+    it."""
     before, after = ("<answer> ", " </answer>") if style == "tagged" else ("", "")  # as TAGGED shows it
     gold = escape_tags(question.golds[0], ARENA_TAGS) if before else question.golds[0]
     segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
     shown = [question.question, *(passage.text for passage in question.passages if kind != "closed-book")]
     if any(gold in text for text in shown):
-        segment["copied"] = [[len(before.rstrip()), len(before) + len(gold)]]  # a name's first token has the space
+        segment["copied"] = [[len(before.rstrip()), len(before) + len(gold)]]  # a name's first token includes the space
     if kind != "direct" or style == "plain":
         segment["end"] = True
     return segment
@@ -156,7 +157,7 @@ def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
 
 def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
     indices = ",".join(map(str, sorted(question.gold_indices or ())))
-    # A tag inside a section would end it: what a model wrote is as little to be trusted as a passage.
+    # A tag inside a section would end it: text written by a model is no more trusted than a passage.
     analysis, gold = escape_tags(analysis, ARENA_TAGS), escape_tags(question.golds[0], ARENA_TAGS)
     sections = f"<relevance>[{indices}]</relevance>\n<analysis>{analysis}</analysis>\n<answer>{gold}</answer>"
     return {"source": "policy", "text": sections}
@@ -172,9 +173,9 @@ def _evidence(text: str) -> dict[str, Any]:
 def taught_records(
     transcripts: str | Path, kind: str, template: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
-    """Return records, as `make_records`, from a teacher's transcripts whose answer is a gold one, each with the prompt
-    of the system that will write such spans. UserError names the line of a malformed one."""
-    from thresher.engine.scoring.transcripts import read_reward_input  # brings tokenizers, which no --help waits for
+    """Return records, as in `make_records`, from a teacher's transcripts with a right answer. Each has the prompt of
+    the system that will write such spans. UserError names the line of a malformed transcript."""
+    from thresher.engine.scoring.transcripts import read_reward_input  # imports tokenizers, not needed for --help
 
     system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
     records, unused = [], []
@@ -204,13 +205,13 @@ def taught_records(
 
 
 def write_unused(unused: Sequence[Unused], path: Path) -> None:
-    """Write a line of JSON for each question that was left out; no file where none was."""
+    """Write a line of JSON for each question that was left out; no file if there is none."""
     if unused:
         write_jsonl(path, ({"id": question.id, "reason": question.reason} for question in unused))
 
 
 def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
-    """Print how many questions were left out and why, and the file that lists them; print nothing where none was."""
+    """Print how many questions were left out and why, and the file that lists them; print nothing if there is none."""
     if unused:
         counts = "; ".join(f"{count:,}: {why}" for why, count in Counter(u.reason for u in unused).most_common())
         console.console.print(
@@ -221,7 +222,7 @@ def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
 
 
 def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str | Path, kind: str) -> None:
-    """Raise UserError where no question of the file could be used."""
+    """Raise UserError if no question of the file could be used."""
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "

@@ -1,7 +1,7 @@
-"""Make warm-up transcripts of a system's own episode: a script that knows what leads to the answer writes the turns.
+"""Warm-up transcripts of a system's own episode, with turns written by a script that knows the way to the answer.
 
-A question brings its evidence as triples (subject, relation, object), as 2WikiMultiHopQA does, under "evidence" or
-"evidences". The engine plays the episode of the recipe's system, and the recipe's index answers.
+A question has its evidence as triples (subject, relation, object) under "evidence" or "evidences", as in
+2WikiMultiHopQA. The engine plays the episode of the recipe's system, which searches the recipe's index.
 
     search_r1, igpo, mem1, eval_rar, autorefine  a turn for each triple, and one that answers
         <think>I need the relation of subject.</think> <search>subject relation</search>
@@ -12,9 +12,10 @@ A question brings its evidence as triples (subject, relation, object), as 2WikiM
         <reason>what each passage says</reason> <extract>all triples</extract> <answer>..</answer>
         and in each branch the answer
 
-A question gives a transcript if a passage states each of its triples, the episode keeps the limits of the recipe, and
-its answer is right by the system's reward. A transcript holds a trajectory's ids, and so what a rollout would hold.
-Deliberately absent: searches that find nothing, and other words for the same query. What to do then, GRPO can teach.
+A question gives a transcript if each of its triples is stated by a passage, the episode stays within the limits of the
+recipe, and its answer is right by the system's reward. A transcript holds the ids of a trajectory, as a rollout has
+them. Deliberately absent: searches that find nothing, and other words for the same query. GRPO can teach how to
+continue then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +59,8 @@ Script = Callable[[Sample, str, Sequence[Triple], tuple[str, ...]], str]
 
 
 def triples_of(question: Question, tags: tuple[str, ...]) -> list[Triple]:
-    """Return the question's triples, each once, in order, with tags in them escaped; UserError for others than three
-    texts."""
+    """Return the question's distinct triples in order, with tags in them escaped. UserError for triples that are not
+    three texts."""
     found: Any = question.metadata.get("evidence", question.metadata.get("evidences", []))
     for triple in found if isinstance(found, list) else [found]:
         if not isinstance(triple, list) or [type(part) for part in triple] != [str, str, str]:
@@ -72,13 +73,13 @@ def triples_of(question: Question, tags: tuple[str, ...]) -> list[Triple]:
 
 
 def states(passage: Passage, triple: Triple) -> bool:
-    """Return whether a passage names the subject, in its title or text, and its text the object."""
+    """Return whether a passage names the subject, in its title or text, and the object, in its text."""
     subject, _, object_ = triple
     return contains_answer(f"{passage.title} {passage.text}", subject) and contains_answer(passage.text, object_)
 
 
 def as_shown(passages: Sequence[Passage], renderer: Renderer) -> Iterator[Passage]:
-    """Yield the passages of a search with at most what its budget leaves of their texts."""
+    """Yield the passages of a search, with their texts cut to the token budget."""
     ids, budget = renderer.passages(passages), renderer.max_passage_tokens
     if len(ids) <= budget:
         yield from passages
@@ -96,8 +97,8 @@ def _facts(triples: Sequence[Triple]) -> str:
 def write_search(
     sample: Sample, answer: str, triples: Sequence[Triple], stop: tuple[str, ...], note: str, recall: bool = False
 ) -> str:
-    """Search for one triple after the other, and answer. note: the tag between which a turn says what was found; "":
-    it says so where it thinks. recall: it says all that was found so far, not the last alone."""
+    """Write a turn that searches for the next triple, or the turn that answers. note: the tag around the facts found;
+    "": they are in the turn's <think>. recall: state all facts found so far, not only the last."""
     searches, before = len(sample.trajectory.searches), ""
     found, left = _facts(triples[:searches] if recall else triples[:searches][-1:]), triples[searches:]
     if note and sample.trajectory.segments[-2].source is Source.RETRIEVED:
@@ -113,8 +114,8 @@ def write_search(
 
 
 def write_evidence(sample: Sample, answer: str, triples: Sequence[Triple], stop: tuple[str, ...]) -> str:
-    """Reason over the passages given, extract all triples, and answer."""
-    if stop == ("</answer>",):  # of a branch the context opens the answer
+    """Write a turn that reasons over the given passages and extracts all triples, or one that answers."""
+    if stop == ("</answer>",):  # a branch's context already opens the answer
         return f"\n<answer> {answer} </answer>" if sample.reported else f" {answer} </answer>"
     left, reason = list(triples), ""
     for number, passage in enumerate(sample.job.question.passages, 1):
@@ -136,7 +137,7 @@ SCRIPTS: dict[str, Script] = {
 
 
 class ScriptedWriter:
-    """Writes the turns of a script, in tokens of log-prob 0; of a text that is scored they have the same."""
+    """Writer of a script's turns. All tokens have log-prob 0, including those of texts that are scored."""
 
     elsewhere = False
     takes_text = True
@@ -151,7 +152,7 @@ class ScriptedWriter:
         return not self.due and not self.scored
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Do nothing, as `append` and `release`: a script reads the trajectory."""
+        """Do nothing, like `append` and `release`, because a script reads the trajectory."""
 
     def append(self, sample: Sample, ids: list[int]) -> None: ...
 
@@ -181,9 +182,9 @@ class ScriptedWriter:
 
 
 def episode_records(recipe: Recipe, path: str | Path) -> tuple[list[dict[str, Any]], list[Unused], int]:
-    """Return the transcripts of a file's questions, those that give none, and the number of all questions.
+    """Return the transcripts of a file's questions, the questions that give none, and the number of all questions.
 
-    UserError where the recipe's system has no script, or a question is one of the recipe's too.
+    UserError if the recipe's system has no script, or if a question is also in the recipe's data.
     """
     context = make_prompt_context(recipe, load_tokenizer(recipe.model.path))
     system, tokenizer, renderer = context.system, context.tokenizer, context.renderer
@@ -213,17 +214,17 @@ def episode_records(recipe: Recipe, path: str | Path) -> tuple[list[dict[str, An
 
 
 def why_unusable(entry: Scored, runner: EpisodeRunner) -> str | None:
-    """Return why an episode is not to be imitated; None: it is."""
+    """Return the reason why an episode gives no transcript; None if it gives one."""
     trajectory, triples = entry.trajectory, triples_of(entry.question, runner.system.tags)
     found: list[Sequence[Passage]] = [entry.question.passages] * len(triples)
     if not runner.system.given_passages:
         assert runner.retriever is not None
         found = []
-        for search in trajectory.searches:  # again: what was found is still in the retriever's cache
+        for search in trajectory.searches:  # searched again: the hits are still in the retriever's cache
             (hits,) = runner.retriever.search([search["query"]], runner.renderer.k)
             by_id = {hit.passage.id: hit.passage for hit in hits}
             found.append([by_id[id_] for id_ in search["passages"]])
-    for triple, passages in zip(triples, found, strict=False):  # an episode that a limit ended has searched for fewer
+    for triple, passages in zip(triples, found, strict=False):  # an episode ended by a limit has fewer searches
         if not any(states(passage, triple) for passage in as_shown(passages, runner.renderer)):
             return CUT if any(states(passage, triple) for passage in passages) else NOT_STATED
     if trajectory.reason != "answered" or not entry.result.parts.get("em"):
@@ -234,7 +235,8 @@ def why_unusable(entry: Scored, runner: EpisodeRunner) -> str | None:
 def transcripts_of(
     question: Question, trajectory: Trajectory, tokenizer: Tokenizer, system: str
 ) -> list[dict[str, Any]]:
-    """Return the transcript of an episode, and one of each branch. That of a folded one has all its contexts."""
+    """Return the transcript of an episode, and one for each branch. A folded episode's transcript has all its
+    contexts."""
     contexts = {question.id: trajectory}
     contexts |= {f"{question.id} {name}": branch for name, branch in trajectory.branches.items()}
     return [

@@ -2,12 +2,12 @@
 
     recipe -> transcripts or questions -> SftTrainer -> model folder with metrics.jsonl, sft.json and unused.jsonl
 
-Until the model folder OUT appears, whole, OUT.training is a run folder (engine/store/run_folder.py) with the newest
-checkpoint: weights or adapters, moments, and digests of the transcripts and of the first model. A killed run goes on
-from it, on a CPU in float32 with the bits that it would have had: batches and learning rate are functions of seed,
-restart and step. The steps of OUT.training count those of all attempts.
+Until the complete model folder OUT appears, OUT.training is a run folder (engine/store/run_folder.py) with the newest
+checkpoint: weights or adapters, moments, and digests of the transcripts and of the initial model. A killed run resumes
+from it, on a CPU in float32 with the same bits as an uninterrupted run, because batches and learning rate are functions
+of seed, restart and step. The steps of OUT.training are counted over all attempts.
 
-Deliberately absent: printing, but for what a resume says.
+Deliberately absent: printing, except when a run is resumed.
 """
 
 import json
@@ -48,12 +48,12 @@ from thresher.engine.training.weights import whole_weights
 from thresher.policy.lora import FOLDER, add_lora, load_adapters, save_adapters
 from thresher.policy.model import Policy, load_policy
 
-KEPT = 1  # checkpoints: the newest is all that going on needs
+KEPT = 1  # checkpoints: a resumed run needs only the newest
 
 
 @dataclass(frozen=True, slots=True)
 class _Adapters:
-    """A policy whose adapters alone are saved: the rest of it is the recipe's model."""
+    """A policy of which only the adapters are saved, because the rest is the recipe's model."""
 
     policy: Policy
 
@@ -66,7 +66,7 @@ class _Adapters:
 
 @dataclass(slots=True)
 class FineTuning:
-    """One run: `run` trains, and writes the model. `unused` are those of `questions` questions that gave no
+    """One run: `run` trains, and writes the model. unused: those of the `questions` questions that gave no
     transcript."""
 
     recipe: Recipe
@@ -88,8 +88,8 @@ class FineTuning:
         return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.stop_at_copy_accuracy is not None else 0))
 
     def _bytes_to_write(self, folder: Path) -> int:
-        """Return the bytes of the model, all in float32, and of the checkpoints that lie there at a time, the one being
-        written among them, beyond those in the folder."""
+        """Return the number of bytes to write in addition to those in the folder. They are the model, all in float32,
+        and the checkpoints that exist at the same time, including the one being written."""
         model = FP32 * sum(parameter.numel() for parameter in self.weights.module.parameters())
         each = int((FP32 + MOMENT_BYTES[self.recipe.optim.optimizer_state_dtype]) * self.trained)
         there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -99,7 +99,8 @@ class FineTuning:
         self, out: Path, watch: Callable[[dict[str, Any]], None], resume: bool = False, from_step: int | None = None
     ) -> dict[str, Any]:
         """Train, and write the model folder `out`; return the content of sft.json. watch: called with each step's
-        record, first with that of the step behind which a resumed run goes on. resume, from_step: as in `train`."""
+        record; when a run is resumed, first with that of the step it resumes after. resume, from_step: as in
+        `train`."""
         started = time.perf_counter()
         recipe, folder, told = self.recipe, sft_folder(out), from_step is not None
         digests = self._digests()
@@ -170,7 +171,7 @@ class FineTuning:
         }
 
     def _restore(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Restore weights and moments of a checkpoint, with the bits that they were saved with."""
+        """Restore weights and moments of a checkpoint, bit for bit."""
         policy = self.weights.master
         if self.recipe.lora is not None:
             load_adapters(policy, checkpoint / FOLDER)
@@ -181,8 +182,8 @@ class FineTuning:
         load_optimizer(checkpoint, optimizer, policy.named_parameters())
 
     def _digests(self) -> dict[str, str | None]:
-        """Return the digests that a resumed run must find unchanged: of the transcripts' tokens and, unless run.verify
-        is off, of the model with which the run began."""
+        """Return the digests that a resumed run must find unchanged. They are of the transcripts' tokens and, unless
+        run.verify is off, of the initial model."""
         verified = self.recipe.run.verify
         model = folder_digest(self.recipe.model.path, "config.json", "*.safetensors") if verified else None
         return {"transcripts": self.trainer.data_digest, "model": model}
@@ -208,7 +209,7 @@ class FineTuning:
             )
 
     def _save(self, out: Path, records: list[dict[str, Any]], figures: dict[str, Any]) -> None:
-        """Write the model folder, with what was measured beside the weights."""
+        """Write the model folder, with the measurements next to the weights."""
         with staged_folder(out) as staged:
             self.weights.master.save(staged)
             self.context.tokenizer.save(staged)
@@ -219,7 +220,7 @@ class FineTuning:
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Raise UserError where `FineTuning.run` would refuse its folder, before anything is loaded."""
+    """Raise UserError if `FineTuning.run` would refuse its folder, before anything is loaded."""
     folder = sft_folder(out)
     if out.exists():
         if not resume:
@@ -235,7 +236,7 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
-    """Load the model, adapters where the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
+    """Load the model, adapters if the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
     context = load_run_context(recipe)
     policy = context.policy

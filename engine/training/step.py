@@ -1,32 +1,32 @@
 """One GRPO step, top to bottom: draw questions, roll out, score, advantage, update.
 
-    collect   rollout.run              engine/rollout/rollout.py    G trajectories a question, with retrieved text
+    collect   rollout.run              engine/rollout/rollout.py    G trajectories per question, with retrieved text
               score                    engine/scoring/score.py      trajectory -> RewardInput -> judges -> reward
               advantages               rewards/advantages.py          each reward within its group; training/credit.py:
-                                                                      a token's own, by rewards/credit.py
+                                                                      one per token, by rewards/credit.py
               build_train_sequences    engine/packing.py              what is trained, and its weight in the loss
     learn     updater.update           engine/training/update.py    micro-batches through the policy (policy/model.py)
                                                                     and the loss (kernels/loss.py); an optimiser step
 
-How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
+Differences from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
 
-- A trajectory holds text that the policy did not write (passages, the engine's feedback). Only sampled tokens are in
-  the loss, and 1/|y| counts them alone.
+- A trajectory contains text that the policy did not write (passages, the engine's feedback). Only sampled tokens are in
+  the loss, and 1/|y| counts only them.
 - The old log-prob is the one recorded when the token was sampled. No forward of an old policy is run, unless
-  grpo.old_logprobs asks for one (importance.py), and with one update a rollout batch, the default, the ratio is 1 up to
+  grpo.old_logprobs requests one (importance.py). With one update per rollout batch, the default, the ratio is 1 up to
   rounding.
-- The group's deviation is the population's, bounded from below by a floor. A group whose rewards are equal, one of a
-  single sample included, has advantage 0.
-- KL's value and KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference is the
-  model that the run began with, and is never replaced.
-- Switches that the paper has not: an upper clip of its own, dual clip, an entropy bonus, weights 1/sum|y| ("token") or
-  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a rollout batch, importance weights, other
+- The group's deviation is the population's, bounded from below by a floor. A group whose rewards are equal, including a
+  group of a single sample, has advantage 0.
+- The KL's value and the KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference
+  is the model that the run began with, and is never replaced.
+- Switches that the paper does not have: a separate upper clip, dual clip, an entropy bonus, weights 1/sum|y| ("token")
+  or 1/c ("constant") in place of 1/|y|, several optimiser steps or passes per rollout batch, importance weights, other
   questions for groups without a signal (`grpo.refill`, DAPO's dynamic sampling), and rewards shuffled within groups as
   a control.
 
-Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number, and
-those of a refill of (seed, step, round, group). With rollout.partial groups outlive a step (partial.py).
-`collect` may be interrupted, and is then run again; `learn` is finished once it has begun.
+No random state is carried from step to step: questions, seeds and learning rate are functions of the step's number, and
+those of a refill of (seed, step, round, group). With rollout.partial, groups span several steps (partial.py). An
+interrupted `collect` is run again; `learn` is finished once it has begun.
 """
 
 import itertools
@@ -66,11 +66,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """Scored trajectories of a step by group, and what all rounds that sampled them have taken.
+    """Scored trajectories of a step by group, and the counts and times of all rounds that sampled them.
 
-    shown, clock, scoring_seconds: of all rounds. replaced: the number of groups that were set aside for others.
-    tokens_replaced: what was sampled for these. played: the queue with the step's groups, which are complete. queue:
-    the same without them, behind the step.
+    shown, clock, scoring_seconds: of all rounds. replaced: number of groups that were set aside for others.
+    tokens_replaced: number of tokens sampled for these. played: the queue with the step's groups, which are complete.
+    queue: the queue without them, after the step.
     """
 
     scored: dict[int, list[Scored]]
@@ -84,7 +84,7 @@ class Sampled:
     queue: Queue = field(default_factory=Queue)
 
     def add_round(self, later: "Sampled") -> None:
-        """Put the groups of a later round in the places of those with the same numbers."""
+        """Replace groups by those of a later round with the same numbers."""
         replaced = itertools.chain(*(self.scored[group] for group in later.scored))
         self.tokens_replaced += sum(sampled_tokens(entry.trajectory) for entry in replaced)
         self.scored |= later.scored
@@ -102,8 +102,8 @@ def sum_clocks(one: RolloutClock, other: RolloutClock) -> RolloutClock:
 class StepResult:
     """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
 
-    sequences_by_update: those of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
-    sampled: the groups that are trained on, and what sampling took in all rounds. beside: more entries of the step's
+    sequences_by_update: the sequences of each optimiser step in one pass over the trajectories. recomputed: see
+    importance.py. sampled: the groups to train on, with the counts of all rounds. beside: further entries of the step's
     record.
     """
 
@@ -111,7 +111,7 @@ class StepResult:
     scored: list[Scored]
     advantages: list[float]
     sequences_by_update: list[list[TrainSequence]]
-    credit: list[list[float]] | None  # the advantage of each trained token, where it is not its trajectory's
+    credit: list[list[float]] | None  # the advantage of each trained token; None: its trajectory's
     recomputed: RecomputedLogprobs | None
     sampled: Sampled
     scoring_seconds: float
@@ -123,8 +123,8 @@ class StepResult:
 class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
-    collecting: True while `collect` runs; an interrupt then loses nothing. queue: of rollout.partial, behind the last
-    step that was learned; on ranks that only sample, behind the last that was sampled. recorded: of a run that is
+    collecting: True while `collect` runs; an interrupt then loses nothing. queue: with rollout.partial, the queue after
+    the last learned step; on ranks that only sample, after the last sampled step. recorded: the draws of a run that is
     replayed.
     """
 
@@ -136,12 +136,12 @@ class GrpoStep:
     collecting: bool = field(default=False, init=False)
     queue: Queue = field(default_factory=Queue, init=False)
     recorded: RecordedDraws | None = field(default=None, init=False)
-    same_since: int = field(default=0, init=False)  # the first version whose weights are those of now
+    same_since: int = field(default=0, init=False)  # the first version with the current weights
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult | None:
         """Run step number `step`, counted from 1; return None on a rank that does not train (asynchronous.py).
-        recorder: keeps what the first pass over the trajectories finds of each token. Raises Diverged where numbers
-        stop being finite."""
+        recorder: records the values of each token in the first pass over the trajectories. Raises Diverged if a number
+        is not finite."""
         self.collecting = True
         try:
             result = self.collect(step)
@@ -150,8 +150,8 @@ class GrpoStep:
         return self.learn(result, recorder)
 
     def collect(self, step: int) -> StepResult:
-        """Sample and score the trajectories of a step, and build what is trained. It changes no weights: an interrupted
-        one is computed anew."""
+        """Sample and score the trajectories of a step, and build the sequences to train on. No weights are changed, so
+        an interrupted call is simply repeated."""
         return self.prepare(step, self.sample(step))
 
     def sample(self, step: int) -> Sampled:
@@ -159,7 +159,7 @@ class GrpoStep:
         recipe = self.context.recipe
         groups = self.groups
         if recipe.rollout.partial or recipe.run.async_:
-            return self._sample_next(step, groups, self.queue.copied())  # an interrupted one leaves the queue as it was
+            return self._sample_next(step, groups, self.queue.copied())  # an interrupted call leaves it unchanged
         questions = questions_of_step(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
         sampled = self._sample_groups(step, {group: questions[group] for group in groups})
         if recipe.grpo.refill:
@@ -168,16 +168,16 @@ class GrpoStep:
 
     @property
     def groups(self) -> list[int]:
-        """Return the numbers that this process has of each step's groups."""
+        """Return the numbers of this process's groups within each step."""
         return list(range(self.context.recipe.rollout.questions_per_step))
 
     def version(self, step: int) -> int:
-        """Return how many steps the weights that draw the groups of a step have learned."""
+        """Return the number of steps learned by the weights that sample the groups of a step."""
         return max(step - 2, 0) if self.context.recipe.run.async_ else step - 1
 
     def prepare(self, step: int, sampled: Sampled) -> StepResult:
-        """Take the advantages of a step's groups, and build what is trained, with log-probs by the current weights
-        where the recipe has it."""
+        """Compute the advantages of a step's groups, and build the sequences to train on. Old log-probs are recomputed
+        with the current weights if the recipe says so."""
         grpo = self.context.recipe.grpo
         size, updates = self.context.recipe.rollout.group_size, grpo.updates_per_batch
         started = perf_counter()
@@ -191,7 +191,7 @@ class GrpoStep:
         alive = [trajectory.group in with_signal for trajectory in trajectories]
         by_update = [range(a, b) for a, b in update_bounds(len(sampled.scored), size, updates)]
         counted = [[n for n in part if alive[n] or grpo.count_zero_advantage_groups] for part in by_update]
-        # A group that no round of a refill gave a signal is counted, and not trained on.
+        # A group without a signal after all rounds of a refill is counted, but not trained on.
         trained = [[n for n in part if alive[n] or not grpo.refill] for part in counted]
         normalizers = self._normalizers([normalizer_of([trajectories[n] for n in part]) for part in counted])
         sequences_by_update = [
@@ -219,7 +219,7 @@ class GrpoStep:
         )
 
     def _sample_groups(self, step: int, questions: dict[int, Question], number: int = 1) -> Sampled:
-        """Sample and score a round's groups, by the number of each. number: of the round."""
+        """Sample and score a round's groups. questions: by group number. number: that of the round."""
         recipe = self.context.recipe
         size, refill = recipe.rollout.group_size, () if number == 1 else ("refill", number)
         shown = self._show_passages(list(questions.values()))
@@ -241,7 +241,7 @@ class GrpoStep:
         )
 
     def _sample_next(self, step: int, groups: Sequence[int], queue: Queue) -> Sampled:
-        """Take the step's groups from the queue, which is played on until they are complete (partial.py)."""
+        """Play the queue until the step's groups are complete, and take them (partial.py)."""
         recipe, grpo = self.context.recipe, self.context.recipe.grpo
         count, in_flight = len(groups), recipe.rollout.in_flight * len(groups) // recipe.rollout.questions_per_step
         last = None if self.recorded is None else self.recorded.steps * count
@@ -268,7 +268,7 @@ class GrpoStep:
         with divergence(step):
             self._go_on(unfinished, self.version(step), more)
         counted = Counted(self.rollout.clock, shown.cut_passages)
-        if self.queue.counted is not None:  # the groups were complete in a checkpoint, and their logs have been played
+        if self.queue.counted is not None:  # the groups were complete in a checkpoint; only their logs were replayed
             counted, self.rollout.kept = self.queue.counted, None
         played = replace(queue, groups=dict(queue.groups), counted=counted)
         taken, set_aside = taking.take()
@@ -298,8 +298,8 @@ class GrpoStep:
     def groups_of(
         self, numbers: Sequence[int], groups: Sequence[int], version: int = 0
     ) -> tuple[dict[int, Group], PromptBatch]:
-        """Return the groups with these numbers in the queue, to be begun, and their questions as prompts show them.
-        groups: the numbers that this process has of each step's. version: their `Group.version`."""
+        """Return the groups with these numbers in the queue, not begun yet, and their questions as shown in prompts.
+        groups: this process's numbers within each step. version: their `Group.version`."""
         recipe = self.context.recipe
         places = [(number // len(groups) + 1, groups[number % len(groups)]) for number in numbers]
         per_step, seed = recipe.rollout.questions_per_step, recipe.run.seed
@@ -312,7 +312,7 @@ class GrpoStep:
         return found, shown
 
     def restore(self, queue: Queue, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take up the queue that a checkpoint has (`read_queue`)."""
+        """Restore the queue of a checkpoint (`read_queue`)."""
         groups = self.groups_of(list(records), self.groups)[0] if records else {}
         restored = {number: restore(groups[number], record) for number, record in records.items()}
         self.queue = replace(queue, groups=restored)
@@ -368,7 +368,7 @@ class GrpoStep:
         return advantages, token_advantages(scored, rewards, advantages, branches, grpo, self.context.tokenizer, seed)
 
     def _rewards(self, scored: Sequence[Scored]) -> list[float]:
-        """Return the rewards that advantages are taken from."""
+        """Return the rewards from which advantages are computed."""
         rewards, buffer = [entry.result.reward for entry in scored], self.context.recipe.grpo.overlong_tokens
         if not buffer:
             return rewards
@@ -377,8 +377,8 @@ class GrpoStep:
         return [r - overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
 
     def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:
-        """Run the optimiser steps; every pass over the trajectories takes them in the same order. Returns `result` with
-        its `updates`."""
+        """Run the optimiser steps, in the same order in every pass over the trajectories. Return `result` with its
+        `updates`."""
         recipe, step = self.context.recipe, result.step
         epochs, count = recipe.grpo.epochs_per_batch, len(result.sequences_by_update)
         for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.sequences_by_update)):
@@ -387,10 +387,10 @@ class GrpoStep:
                 seen = recorder if epoch == 0 else None
                 moved = any(update.moved for update in result.updates)
                 stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen, moved)
-            except NotFinite:  # in a second update of the step; before the first, what was sampled tells
+            except NotFinite:  # in a later update of the step; before the first, sampling would have failed
                 raise diverged(step, "policy") from None
             if stats is None:
-                continue  # every group of this step was without a signal, and the recipe drops those
+                continue  # no group of this step has a signal, and the recipe drops such groups
             stats.epoch = epoch
             result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):
@@ -402,20 +402,20 @@ class GrpoStep:
 
     @property
     def saved_queue(self) -> Queue:
-        """Return the queue that a checkpoint keeps."""
+        """Return the queue that a checkpoint stores."""
         return self.queue
 
-    # --- What several ranks do together
+    # --- Joint operations of several ranks
 
     def together(self) -> AbstractContextManager[None]:
-        """Open a block of work that some ranks do and the others wait for (asynchronous.py)."""
+        """Return a context for work that some ranks do while the others wait (asynchronous.py)."""
         return nullcontext()
 
     def _max_over_ranks(self, count: int) -> int:
         return count
 
     def _of_all_ranks(self, own: list[T]) -> tuple[int, list[T]]:
-        """Return where this rank's items begin among those of all ranks, and the items of all."""
+        """Return the index of this rank's first item among those of all ranks, and the items of all."""
         return 0, own
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
@@ -449,8 +449,10 @@ class GrpoStep:
 
 
 def weights_moved(records: Sequence[Mapping[str, Any]], weight_decay: float) -> tuple[int, bool]:
-    """Return, of the records of a run's steps, the last step that moved the weights, 0 before one did, and whether
-    there was a gradient yet: without one the moments are 0, and only weight decay moves."""
+    """Return the last step that moved the weights (0: none yet), and whether there has been a gradient.
+
+    records: those of a run's steps. Without a gradient the moments are 0, and only weight decay moves the weights.
+    """
     since, moving = 0, False
     for record in records:
         norm = record.get("grad_norm")
@@ -462,16 +464,16 @@ def weights_moved(records: Sequence[Mapping[str, Any]], weight_decay: float) -> 
 
 
 def overlong_penalty(length: int, most: int, buffer: int) -> float:
-    """Return what a trajectory of so many sampled tokens loses: nothing up to most - buffer, 1 at most and beyond,
-    linear between (DAPO, 2503.14476, eq. 13)."""
+    """Return the penalty for a trajectory of `length` sampled tokens (DAPO, 2503.14476, eq. 13). It is 0 up to `most -
+    buffer`, 1 at `most` and beyond, and linear between."""
     return min(max((length - (most - buffer)) / buffer, 0.0), 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
 class DistributedGrpoStep(GrpoStep):
-    """`GrpoStep` of one of several ranks. It samples this rank's share of the groups; sums are over all ranks.
+    """`GrpoStep` on one of several ranks. It samples this rank's share of the groups; sums are over all ranks.
 
-    A signal to any rank ends a rollout, a search or a judge's work on all of them (`Ranks.interruptible`).
+    A signal to any rank ends a rollout, a search or a judge's call on all ranks (`Ranks.interruptible`).
     """
 
     ranks: Ranks
@@ -520,24 +522,24 @@ class DistributedGrpoStep(GrpoStep):
 
 
 def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
-    """Return the numbers of this rank's groups: a stretch of those of each optimiser step, all ranks' equally long."""
+    """Return the numbers of this rank's groups: a part of each optimiser step's, equally long on all ranks."""
     return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
 def groups_with_signal(scored: Sequence[Scored], advantages: Sequence[float | list[float]]) -> set[int]:
-    """Return the numbers of the groups of which an advantage, of a trajectory or of a token, is not 0."""
+    """Return the numbers of the groups in which the advantage of a trajectory or of a token is not 0."""
     pairs = zip(scored, advantages, strict=True)
     return {entry.trajectory.group for entry, of in pairs if (any(of) if isinstance(of, list) else of)}
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
-    """Return the step's questions: each pass over the data is shuffled by (seed, pass) and has every question once."""
+    """Return the step's questions. Each pass over the data is shuffled by (seed, pass) and has every question once."""
     return [questions[place] for place in _places(len(questions), count, seed, step)]
 
 
 def refill_questions(questions: Sequence[Question], count: int, seed: int, step: int, number: int) -> list[Question]:
-    """Return the questions that round `number` of a step, from 2 on, has for its groups, by their numbers: a stretch of
-    `count` of all questions but the step's own, shuffled by (seed, step). At the end of the data it is shorter."""
+    """Return the questions of round `number` of a step, from 2 on, by group number. They are `count` consecutive ones
+    of all questions except the step's own, shuffled by (seed, step). At the end of the data there are fewer."""
     order = _refill_order(len(questions), count, seed, step)
     return [questions[place] for place in order[(number - 2) * count : (number - 1) * count]]
 
@@ -562,13 +564,13 @@ def _order(count: int, seed: int, number: int) -> list[int]:
 
 
 def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
-    """Return (start, end) of each optimiser step's trajectories: `groups` whole groups of `size`, shared out evenly."""
+    """Return (start, end) of each optimiser step's trajectories: `groups` whole groups of `size`, divided evenly."""
     bounds = [round(number * groups / updates) * size for number in range(updates + 1)]
     return list(itertools.pairwise(bounds))
 
 
 def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int, seed: int) -> list[float]:
-    """Return a control experiment's rewards: those of each of these groups in a random order, which is that of one rank
+    """Return the rewards of a control experiment, shuffled within each of these groups. The order is that of one rank
     with all `count` groups."""
     rng, size = Random(seed), len(rewards) // len(groups)
     orders = [list(range(size)) for _ in range(count)]
@@ -578,12 +580,12 @@ def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int
 
 
 class Diverged(UserError):
-    """Raised where numbers of training stop being finite: a result of the recipe, which a study may report."""
+    """Error for numbers of training that are not finite: a result of the recipe, which a study may report."""
 
 
 @contextmanager
 def divergence(step: int) -> Iterator[None]:
-    """Turn a `NotFiniteDraw` of sampling within a training run into `Diverged`: the updates caused it."""
+    """Turn a `NotFiniteDraw` within a training run into `Diverged`, because the updates caused it."""
     try:
         yield
     except NotFiniteDraw:

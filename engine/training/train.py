@@ -59,13 +59,13 @@ from thresher.engine.training.update import explain_out_of_memory
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.retrieval.questions import Question
 
-HOLES = 1.2  # times a CPU's plan: what a process may take that keeps freed memory, holes between blocks included
+HOLES = 1.2  # times a CPU's plan: the memory of a process that keeps freed memory, with holes between blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Report of the loop to `watch`: a finished step's metrics, an evaluation (`record["eval"]`), or, before these, an
-    empty record of a run that goes on behind `step`. steps: how many there will be, as far as is known."""
+    """Report of the loop to `watch`: the metrics of a finished step, or an evaluation (`record["eval"]`). A resumed run
+    first reports an empty record for the `step` that it resumes after. steps: expected number of steps."""
 
     step: int
     steps: int
@@ -82,11 +82,13 @@ def train(
     allow_keys: Collection[str] = (),
     replay: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint,
-    or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
-    writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it. replay: folder of
-    a run of this recipe, under whose weights each token is drawn that drew it there, and whose results of tools are
-    taken."""
+    """Run a recipe into the folder `out`; return the content of summary.json.
+
+    resume: continue from the last checkpoint, or from that of `from_step` (0: the beginning). ranks: the processes that
+    all call this; only rank 0 writes, watches and has a summary. allow_keys: which key may be sent where, as in
+    `load_endpoint`. replay: folder of a run of this recipe; each token is sampled with the version of the weights that
+    sampled it there, and results of tools are taken from it.
+    """
     started = time.perf_counter()
     told = from_step is not None
     if recipe.run.async_ and not ranks.is_distributed:
@@ -121,14 +123,14 @@ def train(
         check_disk(recipe, recipe.model.path, out)
     trainers = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
     decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), trainers, ranks.on_machine)
-    decided = ranks.broadcast(lambda: decided)  # a rank with less memory would otherwise compute in another way
-    if recipe.model.device == "cpu":  # kept memory spares a page fault for every 4 KiB of a step's activations
+    decided = ranks.broadcast(lambda: decided)  # otherwise a rank with less memory would compute differently
+    if recipe.model.device == "cpu":  # kept memory saves a page fault for every 4 KiB of a step's activations
         fits = plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine
         set_malloc(*(KEEP_MEMORY if fits else RETURN_MEMORY))
-    # Rollout and updater hold one policy, `context.policy`: what a step's update writes is what the next rollout reads.
-    # `decided` has no "auto" left in [optim] and [grpo], which the update alone reads.
+    # Rollout and updater share one policy, `context.policy`: the next rollout reads the weights that an update writes.
+    # `decided` has no "auto" left in [optim] and [grpo], which only the update reads.
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
-    own = ranks.part(trainers) if recipe.run.async_ else ranks  # those that do the same as this one
+    own = ranks.part(trainers) if recipe.run.async_ else ranks  # those with the same task as this one
     trains = ranks.rank < trainers
     updater = load_updater(decided, context, checkpoint, own, trains)
     retriever = load_retrieval(recipe, context.system)
@@ -184,8 +186,8 @@ def train(
 
 
 def replayed(recipe: Recipe, run: str | Path) -> Recipe:
-    """Return the recipe with results of tools from `run`. UserError where that is a run of another recipe, or has not
-    stored all that was sampled."""
+    """Return the recipe with results of tools from `run`. UserError if that is a run of another recipe, or has not
+    stored everything that was sampled."""
     if recipe.grpo.refill:
         raise UserError("--replay: expected grpo.refill = false, for groups set aside are not stored")
     if recipe.rollout.stale_cache or any(tool.noise for tool in (recipe.tools or {}).values()):
@@ -205,9 +207,11 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
 
 
 class Trainer:
-    """The loop of one run: steps, evaluations and checkpoints, into its folder. files: digests of what decides the run,
-    which a resumed run is held to. own: the ranks that do the same as this one. samples: whether this rank evaluates;
-    where not, it trains alone (run.async)."""
+    """The loop of one run: steps, evaluations and checkpoints, into its folder.
+
+    files: digests of the files that decide the run, which must be unchanged when it is resumed. own: the ranks with the
+    same task as this one. samples: whether this rank evaluates; if not, it only trains (run.async).
+    """
 
     def __init__(
         self,
@@ -225,29 +229,29 @@ class Trainer:
         self.recipe = self.context.recipe
         self.warned_truncation = self.warned_no_signal = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
-        self.spent = 0  # on rank 0, as run.token_budget counts
+        self.spent = 0  # on rank 0, tokens as run.token_budget counts them
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
-        """Run the steps behind the checkpoint, to run.steps or run.token_budget. Seconds are counted from -`offset` on
-        the clock of time.perf_counter."""
+        """Run the steps after the checkpoint, up to run.steps or run.token_budget. Seconds are counted from -`offset`
+        on the clock of time.perf_counter."""
         done = checkpoint.step if checkpoint else 0
         records = self.run_folder.metrics() if self.ranks.is_main else []
         self.spent = tokens_spent(records)
         decay = self.recipe.optim.weight_decay
         self.grpo_step.same_since, self.updater.moving = self.ranks.broadcast(lambda: weights_moved(records, decay))
         last = self._is_last(done)
-        learned = saved = done  # the step whose weights these are, and that of the last checkpoint
+        learned = saved = done  # the steps of the current weights and of the last checkpoint
         begun = self.updater.begun
         if checkpoint:
             watch(self._progress(done, {}))
         try:
-            # The run may have been killed in the evaluation that belongs to its checkpoint.
+            # The run may have been killed during the evaluation that belongs to its checkpoint.
             if self.ranks.broadcast(
                 lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done, last))
             ):
                 self._evaluate(done, watch)
             if self.ranks.broadcast(lambda: bool(checkpoint and checkpoint.interim and self._save_due(done, last))):
-                self._save(done, offset)  # as the one that it would have been
+                self._save(done, offset)  # as a regular one
             step = done
             while not last:
                 step += 1
@@ -263,12 +267,12 @@ class Trainer:
                     self._save(step, offset)
                     saved = step
         except (UserError, Interrupted) as error:
-            # A step searches and asks its judges before it learns: once this is saved, what a server that stays away,
-            # or a signal, costs is the sampling that was under way. With several ranks a signal ends all of them here
-            # (`Ranks.interruptible`); where one has failed, the others would not be there to save their shards.
+            # A step searches and calls its judges before it learns. Once this is saved, an unreachable server or a
+            # signal costs only the sampling in progress. With several ranks a signal ends all of them here
+            # (`Ranks.interruptible`); if one has failed, the others do not come here to save their shards.
             together = isinstance(error, Interrupted) or not self.ranks.is_distributed
             whole = self.updater.begun == begun and not isinstance(error, Diverged | Unwritable)
-            # A saved run begins with an empty cache; one that was not interrupted would have kept what is stale.
+            # A resumed run begins with an empty cache; an uninterrupted one would have kept stale entries.
             if learned > saved and together and whole and not self.recipe.rollout.stale_cache:
                 self._save(learned, offset, interim=True)
             raise
@@ -290,7 +294,7 @@ class Trainer:
         return self._evaluation_due(step, last) and self._best() == step
 
     def _best(self) -> int | None:
-        """Return the step of the best evaluation so far: its checkpoint is saved at once and outlives newer ones."""
+        """Return the step of the best evaluation so far. Its checkpoint is saved at once and outlives newer ones."""
         return self.best[0]["step"] if self.best else None
 
     def _recorded(self) -> int | None:
@@ -303,7 +307,7 @@ class Trainer:
         savable, queues = self.updater.weights.whole(self.updater.optimizer), None
         if self.recipe.rollout.partial or self.recipe.run.async_:
             queues = self.ranks.gather(self.grpo_step.saved_queue.records())
-        self.rollout.kept = None  # a run that is resumed here has none
+        self.rollout.kept = None  # a run that is resumed here has no kept cache
         if savable is None:
             return
         retriever = self.rollout.retriever
@@ -319,19 +323,19 @@ class Trainer:
         prune(folder, self.recipe.run.keep_checkpoints, spare=self._best())
 
     def loses_nothing(self) -> bool:
-        """Return whether a signal may end at once what is under way. Several ranks end it together, by
+        """Return whether a signal may end the current work at once. Several ranks end it together, by
         `Ranks.interruptible`."""
         return self.grpo_step.collecting and not self.ranks.is_distributed
 
     def step(self, step: int) -> dict[str, Any] | None:
-        """Run one step, from questions to new weights; store its trajectories where due. Returns its metrics on rank 0,
+        """Run one step, from questions to new weights; store its trajectories if due. Return its metrics on rank 0,
         None elsewhere."""
         keep = self.recipe.run.keep_trajectories
         stored = bool(keep) and step % keep == 0
         recorder = TokenRecorder() if stored and self.recipe.run.token_stats_mib else None
         with explain_out_of_memory(self.updater, self.rollout):
             if not self.ranks.is_distributed:
-                check()  # a signal that came since the last step's rollout; several ranks leave theirs together
+                check()  # for a signal since the last step's rollout; several ranks end together
             self.rollout.tools.place, self.rollout.tools.step = trajectories_of(step), step
             result = self.grpo_step(step, recorder)
         if result is None:
@@ -347,7 +351,7 @@ class Trainer:
         return record
 
     def _store(self, result: StepResult, recorder: TokenRecorder | None) -> None:
-        """Store a step's trajectories, and what the update found of their tokens."""
+        """Store a step's trajectories, and the values of their tokens in the update."""
         scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.context.tokenizer
         lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored], self.own)
         path = None if lines is None else self.run_folder.write_trajectories(result.step, lines)
@@ -367,7 +371,7 @@ class Trainer:
             write_token_stats(path.with_suffix(".safetensors"), stats, self.recipe.run.token_stats_mib * 2**20)
 
     def _lines(self, records: list[dict[str, Any]], ranks: Ranks) -> list[dict[str, Any]] | None:
-        """Return these ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
+        """Return the trajectory records of these ranks on rank 0, sorted by group and sample; None elsewhere."""
         gathered = ranks.gather(records)
         if gathered is None:
             return None
@@ -382,7 +386,7 @@ class Trainer:
             self.warned_truncation = True
 
     def _warn_of_no_signal(self, record: Mapping[str, Any]) -> None:
-        """Print the first time that a refill has found no group with a signal."""
+        """Print a warning the first time that a refill finds no group with a signal."""
         none = record["zero_advantage_groups"] == self.recipe.rollout.questions_per_step
         if self.recipe.grpo.refill and none and not self.warned_no_signal:
             console.console.print(
@@ -411,7 +415,7 @@ class Trainer:
         watch(self._progress(step, record))
 
     def _evaluated(self, step: int) -> tuple[list[Scored], int]:
-        """Return this rank's share of an evaluation, and how many of its passages were cut."""
+        """Return this rank's share of an evaluation, and the number of its passages that were cut."""
         context, mine = self.context, self.own.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         with self.own.interruptible():
@@ -432,7 +436,7 @@ class Trainer:
 
 
 def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
-    """Print what is trained, once all is loaded and its folder can be watched."""
+    """Print what is trained, once everything is loaded and the run's folder can be watched."""
     rollout, trainers = recipe.rollout, trainers_of(ranks.count)
     apart = f", of which {trainers} train and {ranks.count - trainers} sample" if recipe.run.async_ else ""
     console.announce(
@@ -445,7 +449,7 @@ def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
 
 
 def _check_unchanged(checkpoint: Checkpoint, index: str | None, files: Mapping[str, str]) -> None:
-    """Raise UserError where a server's index, or a file that decides the run, is not that of the checkpoint."""
+    """Raise UserError if a server's index, or a file that decides the run, differs from that of the checkpoint."""
     before = checkpoint.state.get("index")
     if before is not None and before != index:
         raise UserError(

@@ -2,13 +2,13 @@
 
     loss  = sum_i w[i] sum_{t in y_i} ( -min(r A, clip(r) A) + beta KL )   y_i: the tokens that the policy sampled
 
-From top to bottom, as `Updater.update` and `Updater._backward` have it:
+The order of `Updater.update` and `Updater._backward`:
 
     sequences into micro-batches               packing.py
-    for each of these:
+    for each micro-batch:
         the reference's log-probs, if any      policy/model.py, kernels/logprob.py
         the policy's hidden states             policy/model.py; of these the rows in the loss
-        loss, and its gradient at those rows   kernels/loss.py, which adds up the head's gradient, too
+        loss, and its gradient at those rows   kernels/loss.py, which also accumulates the head's gradient
         backward through the layers            autograd
         gradients to the trained weights       `TrainedWeights.add_gradients`
     rest of the gradients, after the last one  `TrainedWeights.complete`: with several ranks their sums
@@ -16,7 +16,7 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
     trained weights back to the policy         `TrainedWeights.refresh`
 
 With several ranks (parallel/sharded_weights.py) each rank does the same with its own sequences. Every forward and
-backward is a collective, so all ranks run equally many: a rank with fewer micro-batches adds `idle_batch`, whose
+backward is a collective, so all ranks run the same number: a rank with fewer micro-batches adds `idle_batch`, whose
 gradient is 0.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
@@ -61,8 +61,8 @@ GIB = 2**30
 @dataclass(slots=True)
 class UpdateStats:
     """Statistics of one optimiser step. `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss. tokens: of the sequences. computed_tokens: the same, with each shared token counted once. fresh: rows that the
-    weights themselves drew; the log-prob gap is theirs."""
+    loss. tokens: number of tokens of the sequences. computed_tokens: the same, with each shared token counted once.
+    fresh: number of rows sampled with the weights of the update; the log-prob gap is over these."""
 
     tokens: int = 0
     computed_tokens: int = 0
@@ -73,8 +73,8 @@ class UpdateStats:
     lr: float = 0.0
     capped: int = 0
     seconds: float = 0.0
-    epoch: int = 0  # which pass over the step's trajectories, from 0
-    moved: bool = False  # whether the weights are others than before
+    epoch: int = 0  # number of the pass over the step's trajectories, from 0
+    moved: bool = False  # whether the weights changed
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -90,22 +90,22 @@ class UpdateStats:
 
 @dataclass(slots=True)
 class Unread:
-    """Statistics that are on the device until an update's micro-batches are done: of each its loss, capped ratios, sums
-    and largest values. Each trip to the host would wait for the GPU, so all come together."""
+    """Statistics that stay on the device until an update's micro-batches are done. They are the loss, capped ratios,
+    sums and largest values of each. Each copy to the host waits for the GPU, so all are copied together."""
 
     scalars_X: list[Tensor] = field(default_factory=list)
     sums: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
 
     def add(self, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch's; all have values of the same names."""
+        """Add the statistics of a micro-batch; all micro-batches have values of the same names."""
         scalars = [result.loss.detach(), result.capped, *(value_R.double().sum() for value_R in sums.values())]
         scalars += [value_R.abs().max() for value_R in largest.values()]
         self.scalars_X.append(torch.stack([scalar.double() for scalar in scalars]))
         self.sums, self.largest = tuple(sums), tuple(largest)
 
     def read(self, stats: UpdateStats) -> None:
-        """Add all to `stats`, in the order of the micro-batches."""
+        """Add all statistics to `stats`, in the order of the micro-batches."""
         for loss, capped, *values in torch.stack(self.scalars_X).tolist() if self.scalars_X else ():
             sums = dict(zip(self.sums, values[: len(self.sums)], strict=True))
             largest = dict(zip(self.largest, values[len(self.sums) :], strict=True))
@@ -113,15 +113,15 @@ class Unread:
 
 
 def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
-    """Return the function that computes attention in this policy's forwards and backwards, and its backend. UserError
-    where the recipe's choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
+    """Return the attention function of this policy's forwards and backwards, and its backend. UserError if the recipe's
+    choice cannot be used here. On CUDA the backend is tried out, which takes a moment."""
     backend = attention_backend(policy, optim.attention, "training", "optim.")
     return load_attention(backend), backend
 
 
 def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | ForestKernels | None:
-    """Return what computes attention for sequences that share a beginning: on CUDA our kernels, else the backend's
-    parts; None: each sequence is computed whole. Where None is not the recipe's choice, the reason is printed."""
+    """Return the attention for sequences with a shared prefix: on CUDA our kernels, else the backend's parts. None:
+    each sequence is computed whole. If None is not the recipe's choice, the reason is printed."""
     if not optim.share_prefix:
         return None
     try:
@@ -134,8 +134,9 @@ def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> Att
 
 
 def add_backward(weights: TrainedWeights, hidden_RH: Tensor, result: LossResult) -> None:
-    """Run a micro-batch's backward, and add its gradients to the trained weights'. result: `grpo_loss` of `hidden_RH`,
-    which was given their `head_gradient()`: the head's lies there already, and no second one of [V, H] is made."""
+    """Run a micro-batch's backward, and add its gradients to those of the trained weights. result: `grpo_loss` of
+    `hidden_RH`, which was given their `head_gradient()`. That tensor already contains the head's gradient, so no second
+    one of [V, H] is made."""
     if result.hidden_grad_TH is not None:
         hidden_RH.backward(result.hidden_grad_TH)
     else:  # the head is frozen
@@ -150,8 +151,8 @@ def load_surrogate(objective: str) -> str | Objective:
 
 
 class Updater:
-    """The optimiser and its schedule around the weights that are trained. `reference` may be None where beta is 0; its
-    adapters are off in its forwards, so that a policy with adapters is its own reference."""
+    """The optimiser and its schedule for the trained weights. `reference` may be None if beta is 0. Its adapters are
+    off in its forwards, so that a policy with adapters is its own reference."""
 
     def __init__(
         self,
@@ -169,8 +170,8 @@ class Updater:
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
-        self.begun = 0  # optimiser steps, since this was made
-        self.moving = False  # whether there was a gradient yet, so that moments move the weights
+        self.begun = 0  # number of optimiser steps begun
+        self.moving = False  # whether there has been a gradient, so that moments move the weights
         self._stage: Stage | None = None
 
     def update(
@@ -181,10 +182,11 @@ class Updater:
         recorder: TokenRecorder | None = None,
         moved: bool = True,
     ) -> UpdateStats | None:
-        """Run one optimiser step on all sequences and return its statistics; None where no rank has a sequence.
+        """Run one optimiser step on all sequences and return its statistics; None if no rank has a sequence.
 
-        optimizer_step: its number among the run's `total_steps`, from 0; it sets the learning rate. recorder: keeps the
-        values of each token. moved: whether the weights are others than those that drew what is not stale.
+        optimizer_step: its number among the run's `total_steps`, from 0; it sets the learning rate. recorder: records
+        the values of each token. moved: whether the weights differ from those that sampled the tokens that are not
+        stale.
         """
         if self.weights.max_over_ranks(len(sequences)) == 0:
             return None
@@ -192,7 +194,7 @@ class Updater:
         self.begun += 1
         optim, stats, unread = self.optim, UpdateStats(), Unread()
         micro_batches = self._pack(sequences)
-        # Whether a token's advantage may be another than its trajectory's.
+        # Whether a token's advantage may differ from its trajectory's.
         finer = self.grpo.tis_level != "none" or any(isinstance(one.advantage, list) for one in sequences)
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
@@ -200,7 +202,7 @@ class Updater:
             members = [sequences[n] for n in micro_batch.members]
             guarded_R = self._guarded(micro_batch, moved, any(one.stale for one in members))
             values_R = self._backward(micro_batch, temperature, unread, guarded_R)
-            if members:  # an idle one has none
+            if members:  # an idle micro-batch has none
                 rows = len(micro_batch.rows_R)
                 fresh = rows - sum(one.stale for one in members)
                 stats.add(UpdateStats(micro_batch.tokens, micro_batch.computed_tokens, rows, fresh))
@@ -217,7 +219,7 @@ class Updater:
         stats.moved = stats.lr > 0 and (self.moving or optim.weight_decay > 0)
         self.weights.refresh()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the optimiser's time would count in the next rollout
+            torch.cuda.synchronize(self.device)  # otherwise the optimiser's time would count in the next rollout
         self._stage = None
         stats.seconds = time.perf_counter() - started
         return stats
@@ -251,7 +253,7 @@ class Updater:
         load_optimizer(checkpoint, self.optimizer, named, self.weights.rows_here)
 
     def _pack(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
-        """Pack the sequences, and add idle micro-batches up to the largest number of any rank."""
+        """Pack the sequences, and add idle micro-batches up to the largest number on any rank."""
         budget = self.optim.micro_batch_tokens
         if self.partial is None:
             micro_batches = pack(sequences, budget, self.device, self.attention)
@@ -263,7 +265,7 @@ class Updater:
     def _logprobs_of(
         self, model: Policy | StreamedPolicy, micro_batch: MicroBatch, temperature: float, checks: list[list[RowCheck]]
     ) -> Tensor:
-        """Return the log-probs of the rows in the loss. checks: takes those of the data."""
+        """Return the log-probs of the rows in the loss. checks: the list that the data's checks are added to."""
         hidden_TH = model.hidden(micro_batch.ids_T, micro_batch.layout.positions_T, micro_batch.layout)
         logprobs_R, _ = token_logprobs(
             micro_batch.pick(hidden_TH),
@@ -277,10 +279,11 @@ class Updater:
         return logprobs_R
 
     def _guarded(self, micro_batch: MicroBatch, moved: bool, stale: bool) -> Tensor | None:
-        """Return the turn of each row, -1 for one that the guard does not hold; None where it holds none.
+        """Return the turn of each row, -1 for a row without the guard; None if no row has it.
 
-        Until the weights move, what they drew is as likely as it was, and a difference is rounding: of half the tokens
-        the guard would take it for a fall, at its full slope. stale: whether earlier weights drew some.
+        Until the weights move, the tokens that they sampled are as likely as before, and a difference is rounding. For
+        half of the tokens the guard would take it for a fall, at its full slope. stale: whether earlier weights sampled
+        some.
         """
         if self.grpo.guard == "none":
             return None
@@ -293,8 +296,8 @@ class Updater:
     def _backward(
         self, micro_batch: MicroBatch, temperature: float, unread: Unread, turn_R: Tensor | None
     ) -> dict[str, Tensor]:
-        """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps. turn_R: as
-        `grpo_loss` takes it."""
+        """Add a micro-batch's gradients and statistics; return the values of its rows for a recorder. turn_R: as in
+        `grpo_loss`."""
         reference_logprobs, checks = None, list[list[RowCheck]]()
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -359,7 +362,7 @@ class Updater:
 
 
 def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:
-    """Return the bytes on the policy's device by their use. A tensor that serves twice counts once."""
+    """Return the bytes on the policy's device by use. A tensor with two uses counts once."""
     trained, device = list(updater.weights.module.parameters()), updater.device
     counted: set[int] = set()
 
@@ -367,7 +370,7 @@ def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:
         here = [local(x) for x in tensors if x is not None]
         fresh = {x.data_ptr(): x for x in here if x.numel() and x.device == device and x.data_ptr() not in counted}
         counted.update(fresh)
-        # A rollout's copy that was freed keeps its shape, but has no storage.
+        # A freed copy of a rollout keeps its shape, but has no storage.
         return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in fresh.values())
 
     policy, states = list(updater.policy.parameters()), updater.optimizer.state.values()

@@ -1,12 +1,12 @@
 """From a recipe to its updater: the trained weights and the reference.
 
-    all weights      the policy, or float32 masters of a bfloat16 one; the reference is the model at `model.path`, anew,
-                     on the device or in CPU memory
-    [lora] adapters  theirs alone, float32; the reference is the same policy with them off, so there is one model
+    all weights      the policy, or float32 masters of a bfloat16 one; the reference is a second copy of the model at
+                     `model.path`, on the device or in CPU memory
+    [lora] adapters  only the adapters, float32; the reference is the same policy with them off, so there is one model
 
-With several ranks each of these models is sharded; masters or reference may lie in CPU memory. A rank that only samples
-(run.async) has a policy alone, and is given the weights of those that train (asynchronous.py). A run with adapters is
-resumed from its recipe's `model.path` and the checkpoint's adapters, not from the merged weights beside them, whose
+With several ranks each of these models is sharded; masters or reference may be in CPU memory. A rank that only samples
+(run.async) has only a policy, and receives the weights of the ranks that train (asynchronous.py). A run with adapters
+is resumed from its recipe's `model.path` and the checkpoint's adapters, not from the merged weights next to them, whose
 last bits differ.
 """
 
@@ -27,7 +27,7 @@ from thresher.policy.lora import FOLDER, add_lora, load_adapters
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.streamed import StreamedPolicy
 
-Reference = Policy | StreamedPolicy | None  # None where beta is 0
+Reference = Policy | StreamedPolicy | None  # None if beta is 0
 
 
 def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
@@ -36,7 +36,7 @@ def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
 
 
 class ReceivedWeights(TrainedWeights):
-    """Weights that other ranks train: those of a policy that samples."""
+    """Weights of a policy that only samples; other ranks train them."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy, policy, nn.Module())
@@ -48,8 +48,8 @@ class ReceivedWeights(TrainedWeights):
 def load_updater(
     recipe: Recipe, context: RunContext, checkpoint: Checkpoint | None, ranks: Ranks, trains: bool = True
 ) -> Updater:
-    """Return the updater of a run, for a context that was loaded from `starting_weights`. ranks: that share the
-    weights. trains: whether this process is one of them; where not, its updater serves for log-probs alone."""
+    """Return the updater of a run, for a context that was loaded from `starting_weights`. ranks: those that share the
+    weights. trains: whether this process is one of them; if not, its updater only computes log-probs."""
     policy, grpo = context.policy, recipe.grpo
     if recipe.lora is not None:
         add_lora(policy, **asdict(recipe.lora))
@@ -70,22 +70,23 @@ def load_updater(
 
 
 def whole_weights(recipe: Recipe, policy: Policy, folder: Path) -> MasterWeights:
-    """Return the weights that one process trains: the policy's adapters, where it has them, or all, which are read from
-    `folder` in float32 where the policy, made of the same folder, computes in another dtype."""
+    """Return the weights that one process trains: the policy's adapters if it has them, else all weights. If the policy
+    computes in another dtype than float32, master weights are read in float32 from `folder`, the policy's own
+    folder."""
     if recipe.lora is not None:
         return MasterWeights(policy)
     policy.requires_grad_(True)
     apart, master = recipe.optim.offload == "masters", None
     if policy.dtype != torch.float32:
-        # Verified a moment ago, when the policy was read from the same folder.
+        # Already verified when the policy was read from the same folder.
         master = load_policy(folder, device="cpu" if apart else recipe.model.device, verify=False)
     return MasterWeights(policy, master, apart)
 
 
 def _reference(recipe: Recipe, policy: Policy) -> Policy | StreamedPolicy:
-    """Return the policy itself, whose adapters will be off, or load a frozen copy of the model at `model.path`, where
-    grpo.reference has it. The plan decides "auto" before a run begins (engine/planning/plan.py); without a plan it is
-    on the device."""
+    """Return the policy itself, if it has adapters to switch off, or a frozen copy of the model at `model.path`. The
+    copy is where grpo.reference says. The plan decides "auto" before a run begins (engine/planning/plan.py); without a
+    plan it is on the device."""
     if recipe.lora is not None:
         return policy
     if recipe.grpo.reference != "cpu":
@@ -95,9 +96,9 @@ def _reference(recipe: Recipe, policy: Policy) -> Policy | StreamedPolicy:
 
 
 def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tuple[TrainedWeights, Reference]:
-    """Return the weights and reference of several ranks. `policy` becomes the one that rolls out, whose weights are
+    """Return the weights and reference of several ranks. `policy` becomes the rollout policy, into which weights are
     gathered."""
-    dtype = torch.float32 if recipe.lora is None else policy.dtype  # a base that is frozen needs no master weights
+    dtype = torch.float32 if recipe.lora is None else policy.dtype  # a frozen base needs no master weights
     apart = recipe.optim.offload == "masters"
     trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=apart)
     reference = None

@@ -1,37 +1,37 @@
-"""An invented world for search agents: documents of several sentences, contradictions, facts that stand nowhere.
+"""An invented world for search agents: documents of several sentences, contradictions, facts that no document states.
 
 corpus.jsonl        {"id", "title", "text"}                     documents about training and held-out entities
 train.jsonl         {"id", "question", "golden_answers", ..}    questions about training entities
-test.jsonl          questions about held-out entities that the corpus answers, at every coverage
-unanswerable.jsonl  questions about held-out entities that it answers at no coverage; their gold is "unknown"
-recitals.jsonl      transcripts that teach to copy, and come first
-warmup.jsonl        segmented transcripts for `thresher sft`, in the form of search_r1
+test.jsonl          questions about held-out entities that the corpus answers at every coverage
+unanswerable.jsonl  questions about held-out entities that it answers at no coverage; the gold is "unknown"
+recitals.jsonl      transcripts that teach copying, used first
+warmup.jsonl        segmented transcripts for `thresher sft`, in the format of search_r1
 prompt.txt          the prompt of both, and of training
 
-A question follows two to four relations, none twice. A document is a few sentences in any order:
+A question follows two to four relations, all different. A document is a few sentences in any order:
 
-    Amber Lattice               Its facts, and a fact whose object it is.
-    Amber Lattice, elsewhere    Facts whose object it is, and facts about others with one of its two words.
+    Amber Lattice               Its facts, and one fact that has it as object.
+    Amber Lattice, elsewhere    Facts that have it as object, and facts about entities that share one word of its name.
     Amber Lattice, hearsay      "Amber Lattice may have author Bel Dorin.", which is false, whether or not an
-                                article states the true fact; and a fact whose object it is.
+                                article states the true fact; and one fact that has it as object.
 
-*Coverage* is the share of the facts that the corpus states, of those that are not *missing*; these it never states. A
-fact has one rank, so the corpus of a lower coverage is that of a higher one without some sentences, and without the
-documents that have none left. Nothing else depends on the coverage: questions, warm-up and hearsay are the same.
-Held-out questions with an answer need facts that stand at the lowest coverage. Those without one need one missing fact,
-and their other facts stand at the lowest coverage.
+*Coverage* is the share of the facts that the corpus states, among those that are not *missing*; missing facts are never
+stated. Each fact has one fixed rank, so the corpus of a lower coverage is that of a higher coverage without some
+sentences, and without the documents that have no sentence left. Nothing else depends on the coverage: questions,
+warm-up and hearsay are the same. Held-out questions with an answer need only facts that are stated at the lowest
+coverage. Those without one need exactly one missing fact; their other facts are stated at the lowest coverage.
 
-Training questions are asked whatever is covered, and their gold is the true answer, as in published data. Where the
-corpus does not state a fact that a question needs, no sample is right but by a guess, and by exact match its group
-teaches nothing: coverage is the share of training questions with a signal. Training never shows that "unknown" would be
-right: with "unknown" as the gold of one training question in ten, a policy answered it to all questions within eight
-steps. The warm-up has taught to write it; `thresher eval` with unanswerable.jsonl tells whether training keeps it.
+Training questions are independent of the coverage, and their gold is the true answer, as in published data. If the
+corpus does not state a fact that a question needs, samples are right only by guessing, and by exact match the group
+teaches nothing: coverage is the share of training questions with a signal. Training never rewards "unknown": with
+"unknown" as the gold of one training question in ten, a policy answered it to all questions within eight steps. The
+warm-up teaches the model to write it; `thresher eval` with unanswerable.jsonl measures whether training keeps it.
 
-Warm-up is set in further worlds, as in `facts`. Its transcripts read what was found: they restate the fact that was
-looked for, from an article or, at the chance `trusting`, from hearsay where both state it, or end with "unknown" where
-none does. The share `aware` follows its question. The others are blind: one to four times they look for the first
-relation of the entity at hand. What to look for, when to stop and what to trust is left to reinforcement. Everything is
-a function of the seed.
+Warm-up uses further worlds, as in `facts`. Its transcripts read the search results: they restate the fact that was
+searched for, from an article or, with probability `trusting`, from hearsay if both state it, or end with "unknown" if
+neither does. A share `aware` of them follows the question. The others are blind: one to four times they search for the
+first relation of the current entity. What to search for, when to stop and what to trust is left to reinforcement
+learning. Everything is a function of the seed.
 """
 
 import itertools
@@ -54,24 +54,24 @@ from thresher.retrieval.questions import Question, question_record
 
 UNKNOWN = "unknown"
 NEVER = 1.0  # rank of a missing fact
-ABSENT = 1  # relations of a recital of which nothing is said
+ABSENT = 1  # relations in a recital about which the documents say nothing
 PROMPT = "Question: {question}\n"
-SearchDocuments = Callable[[list[str]], list[list["Document"]]]  # queries -> what is found for each
+SearchDocuments = Callable[[list[str]], list[list["Document"]]]  # queries -> the documents found for each
 Ranks = dict[tuple[str, str], float]  # (subject, relation) -> coverage above which the fact is stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWorld:
-    """What decides the documents and the questions; each share and chance is from 0 to 1."""
+    """Settings of the documents and the questions; each share and probability is from 0 to 1."""
 
     size: Size = field(default_factory=lambda: Size(pieces=60, test_questions=200, aware=0.35))
-    hops: tuple[tuple[int, float], ...] = ((2, 0.4), (3, 0.4), (4, 0.2))  # relations of a question, share
+    hops: tuple[tuple[int, float], ...] = ((2, 0.4), (3, 0.4), (4, 0.2))  # (relations of a question, share)
     least: float = 0.5  # the lowest coverage
-    missing: float = 0.1  # share of the facts that no coverage states
+    missing: float = 0.1  # share of the facts that are stated at no coverage
     unanswerable: int = 200  # held-out questions that need a missing fact
-    hearsay: float = 0.3  # chance that hearsay says something false in place of a fact
-    elsewhere: float = 0.5  # chance that an entity has a document of that kind
-    trusting: float = 0.35  # chance that a transcript follows hearsay where an article says otherwise
+    hearsay: float = 0.3  # probability that a fact has a false hearsay version
+    elsewhere: float = 0.5  # probability that an entity has an "elsewhere" document
+    trusting: float = 0.35  # probability that a transcript follows hearsay if an article contradicts it
     recitals: int = 6400
     shown: tuple[float, ...] = (0.5, 0.3, 0.2)  # shares of the recitals that show one document, two, ..
     blind_hops: tuple[int, ...] = (1, 2, 3, 4)  # searches of a blind transcript, each for an entity's first relation
@@ -79,7 +79,7 @@ class AgentWorld:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A sentence of a document. said: it is hearsay, and not true."""
+    """A sentence of a document. said: it is hearsay, and false."""
 
     fact: Fact
     said: bool = False
@@ -104,7 +104,8 @@ class Document:
 def invent_agents(
     out: str | Path, seed: int, coverage: float, passage_format: str, settings: AgentWorld | None = None
 ) -> dict[str, Any]:
-    """Write the files into the new folder `out`; return their counts. UserError for a coverage below the lowest."""
+    """Write the files into the new folder `out`; return their counts. UserError for a coverage below `least` or above
+    1."""
     settings = settings or AgentWorld()
     check_passage_format(passage_format)
     if not settings.least <= coverage <= 1:
@@ -165,7 +166,7 @@ def ranked(world: InventedWorld, settings: AgentWorld, seed: str) -> Ranks:
 
 
 def covered(document: Document, ranks: Ranks, coverage: float) -> Document:
-    """Return a document as it is at a coverage. Hearsay stands at every one."""
+    """Return a document with the statements that are present at a coverage. Hearsay is present at every coverage."""
     kept = (one for one in document.statements if one.said or ranks[one.fact.subject, one.fact.relation] < coverage)
     return Document(document.title, tuple(kept))
 
@@ -174,7 +175,7 @@ def documents(world: InventedWorld, settings: AgentWorld, seed: str) -> list[Doc
     """Return all documents of a world as if every fact were covered."""
     rng = random.Random(f"documents {seed}")
     told_of: dict[str, list[Fact]] = {}  # object -> facts
-    told_by: dict[tuple[int, str], list[Fact]] = {}  # a word of the subject and its place -> facts
+    told_by: dict[tuple[int, str], list[Fact]] = {}  # (position, word) of a subject's name -> facts
     for fact in world.facts.values():
         told_of.setdefault(fact.object, []).append(fact)
         for word in enumerate(fact.subject.split()):
@@ -213,12 +214,12 @@ def _some(rng: random.Random, facts: Sequence[Fact], count: int) -> list[Fact]:
 
 
 def ask(path: Sequence[Fact]) -> str:
-    """Return the question that a path answers, which names its relations in the order in which they are followed."""
+    """Return the question that a path answers, with its relations in the order in which they are followed."""
     return "What is " + "'s ".join((path[0].subject, *(fact.relation for fact in path))) + "?"
 
 
 def following(world: InventedWorld, path: Sequence[Fact]) -> list[Fact]:
-    """Return the facts by which a path can go on: to an entity and along a relation that are not on it."""
+    """Return the facts that can continue a path, with a relation and an object that are not yet on it."""
     passed = {path[0].subject, *(fact.object for fact in path)}
     used = {fact.relation for fact in path}
     entity = path[-1].object
@@ -227,7 +228,7 @@ def following(world: InventedWorld, path: Sequence[Fact]) -> list[Fact]:
 
 
 def paths(world: InventedWorld, hops: int) -> list[list[Fact]]:
-    """Return all paths of so many facts."""
+    """Return all paths of `hops` facts."""
     found = [[fact] for fact in world.facts.values()]
     for _ in range(hops - 1):
         found = [[*path, fact] for path in found for fact in following(world, path)]
@@ -237,7 +238,7 @@ def paths(world: InventedWorld, hops: int) -> list[list[Fact]]:
 def ask_all(
     train: InventedWorld, test: InventedWorld, ranks: dict[str, Ranks], settings: AgentWorld, seed: int
 ) -> dict[str, list[Question]]:
-    """Return the questions of each file, by its name."""
+    """Return file name -> questions."""
 
     def always(path: list[Fact]) -> bool:
         return max(_ranks(path, ranks["test"])) < settings.least
@@ -266,7 +267,7 @@ def _questions(
     fits: Callable[[list[Fact]], bool],
     gold: str | None = None,
 ) -> list[Question]:
-    """Return up to `count` distinct questions whose paths fit, of each number of hops its share."""
+    """Return up to `count` distinct questions whose paths fit, divided over the numbers of hops by their shares."""
     rng = random.Random(f"questions {prefix} {seed}")
     chosen = []
     for hops, share in settings.hops:
@@ -284,8 +285,8 @@ def _questions(
 
 @dataclass(slots=True)
 class _Plan:
-    """A transcript while it is made. relations: those of the question, if it follows them. turn: text since the last
-    search; ended: it answered."""
+    """A transcript in progress. relations: those of the question, if it follows them. turn: text since the last search.
+    ended: it has answered."""
 
     question: str
     entity: str
@@ -299,7 +300,7 @@ class _Plan:
 def transcripts(
     world: InventedWorld, count: int, settings: AgentWorld, seed: str, search: SearchDocuments, passage_format: str
 ) -> list[dict[str, Any]]:
-    """Return `count` warm-up transcripts of one world (the prompt is the recipe's)."""
+    """Return `count` warm-up transcripts of one world, without the prompt, which is in the recipe."""
     rng = random.Random(f"transcripts {seed}")
     plans = [_plan(world, settings, rng) for _ in range(count)]
     for hop in range(max(plan.hops for plan in plans)):
@@ -322,8 +323,10 @@ def transcripts(
 def recitals(
     world: InventedWorld, count: int, settings: AgentWorld, seed: str, search: SearchDocuments, passage_format: str
 ) -> list[dict[str, Any]]:
-    """Return `count` transcripts that show documents of a search, tell what these say, every second one sentence by
-    sentence, the others fact by fact in any order, and answer with the object told last."""
+    """Return `count` transcripts that show search results, restate them, and answer with the last restated object.
+
+    Half of them restate the documents sentence by sentence, the other half fact by fact in random order.
+    """
     rng = random.Random(f"recitals {seed}")
     facts = rng.choices(list(world.facts.values()), k=count)
     result = []
@@ -338,7 +341,7 @@ def recitals(
             absent = [(subject, one) for one in world.relations(subject) if (subject, one) not in stated]
             keys = [*stated, *absent[:ABSENT]]
             rng.shuffle(keys)
-            # Nothing decides the order of the subjects, so they are no copies that could be measured.
+            # The order of the subjects is arbitrary, so they are not marked as copies to be measured.
             parts = [_restate(*key, found, settings, rng) for key in keys]
             told = "".join(text.replace("]", "", 1).replace("[", "", 1) for text, _ in parts)
             relation, object_ = keys[-1][1], parts[-1][1]
@@ -352,7 +355,7 @@ def recitals(
 
 
 def _traced(path: Sequence[Fact]) -> str:
-    """Return a question's relations, each said where a transcript would say it."""
+    """Return a question's relations in the form in which a transcript states them."""
     steps = [f" {path[0].subject}'s {path[0].relation}."]
     steps += [f" The {before.relation}'s {fact.relation}." for before, fact in itertools.pairwise(path)]
     return f"{''.join(steps)} The {path[-1].relation}?"
@@ -364,7 +367,7 @@ def _shown(found: Sequence[Document], passage_format: str) -> Segments:
 
 
 def _path(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> list[Fact]:
-    """Return the path of a question drawn at random."""
+    """Return the path of a random question."""
     [hops] = rng.choices(*zip(*settings.hops, strict=True))
     path: list[Fact] = []
     while len(path) < hops:
@@ -385,8 +388,7 @@ def _plan(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> _Pl
 def _read(
     plan: _Plan, fact: Fact, found: Sequence[Document], last: bool, settings: AgentWorld, rng: random.Random
 ) -> None:
-    """Go on from what a search for a fact has found: restate it, and answer if this was the last search, or if nothing
-    was found."""
+    """Continue after a search for a fact: restate it, and answer if this was the last search or found nothing."""
     text, object_ = _restate(fact.subject, fact.relation, found, settings, rng)
     if last or object_ is None:
         plan.segments.append(policy_segment(f"<think>{text}{_answer(fact.relation, object_)}"))
@@ -397,7 +399,7 @@ def _read(
 
 
 def _answer(relation: str, object_: str | None) -> str:
-    """Return the end of a transcript that answers with an object, or with "unknown" where there is none."""
+    """Return the end of a transcript: an answer with an object, or with "unknown" if it is None."""
     if object_ is None:
         return f" </think><answer> {UNKNOWN} </answer>"
     return f" The {relation}? </think><answer>[ {object_}] </answer>"
@@ -406,8 +408,8 @@ def _answer(relation: str, object_: str | None) -> str:
 def _restate(
     subject: str, relation: str, found: Sequence[Document], settings: AgentWorld, rng: random.Random
 ) -> tuple[str, str | None]:
-    """Return what documents say of a relation of a subject, as marked text, and its object, None if they say nothing.
-    A choice between hearsay and an article is no copy that could be measured."""
+    """Return the documents' statement of a subject's relation, as marked text, and its object, None if there is none. A
+    choice between hearsay and an article is not marked as a copy, because nothing determines it."""
     stated = [
         one
         for document in found
@@ -422,7 +424,7 @@ def _restate(
 
 
 def _search(world: InventedWorld, settings: AgentWorld, seed: str, folder: Path) -> SearchDocuments:
-    """Return a function that finds a world's documents, as a rollout's search would; its index is in the new folder."""
+    """Return a search over a world's documents that works like a rollout's; its index is in the new folder."""
     ranks = ranked(world, settings, seed)
     told = [shown for one in documents(world, settings, seed) if (shown := covered(one, ranks, 1.0)).statements]
     find = searching([document.passage(number) for number, document in enumerate(told)], folder)

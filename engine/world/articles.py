@@ -1,17 +1,17 @@
-"""The invented world in natural sentences: an article an entity, and questions with articles to read the answer in.
+"""The invented world in natural sentences: one article per entity, and questions with articles that hold the answer.
 
     The Silver Orchard is a play. The author of the play is Greta Holm. The Silver Orchard is set in Ash Creek. ..
 
-An article tells all facts of its entity, in any order and in one of several wordings, the entity by its name or as "the
-play". Names are common words in new pairs, which a small model can copy; `facts` invents words for them.
+An article states all facts of its entity, in random order and in one of several wordings. It calls the entity by its
+name or "the play". Names are new pairs of common words, which a small model can copy; `facts` invents words for names.
 
-A question asks for one fact, or for a fact of what another fact leads to. Beside the articles that its answer needs
-it has distractors: articles of the subject's other objects, articles that mention the subject or the answer, and
-articles of the same kind, which tell the same relation of another entity. The facts are drawn at random, so that no
-pretraining tells them, and a right answer was read.
+A question asks for one fact, or for a fact of another fact's object. Its articles are those that the answer needs, and
+distractors: articles of the subject's other objects, articles that mention the subject or the answer, and articles of
+the same kind, which state the same relation of another entity. The facts are random, so pretraining cannot know them: a
+right answer was read.
 
-Facts have a direction, so no wording is one that holds both ways, as a marriage does: that X wants to marry Y says
-nothing of whom Y wants to marry, and a relation of a subject stands in the subject's own article alone.
+Facts have a direction, so no wording holds both ways, as that of a marriage would: that X wants to marry Y says nothing
+about whom Y wants to marry. A relation of a subject is stated only in the subject's own article.
 """
 
 import random
@@ -27,8 +27,8 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record
 
 SIZE = Size(people=400, places=300, works=400, train_questions=2000, test_questions=500, dev_questions=500, two_hop=0.4)
-ARTICLES = 5  # articles of a question
-RELATED = 2  # of its distractors, those that are related to the question
+ARTICLES = 5  # articles per question
+RELATED = 2  # of its distractors, the number that are related to the question
 NAMES = {  # kind -> first words of a name, second words
     "person": (
         "Ada Agnes Albert Amos Anna Arthur Bella Boris Carl Clara Daniel Edith Elsa Emil Felix Flora George Greta "
@@ -69,7 +69,7 @@ SENTENCES = {
     ),
     "setting": ("{s} is set in {o}.", "The story of {s} takes place in {o}.", "{o} is the setting of {s}."),
 }
-# relation -> the question for the object, and a phrase for the object in a question of two facts
+# relation -> the question for the object, and a phrase for the object in a two-hop question
 ASKED = {
     "birthplace": ("Where was {s} born?", "the birthplace of {s}"),
     "spouse": ("Who does {s} want to marry?", "the person that {s} wants to marry"),
@@ -97,7 +97,7 @@ def invent_articles(out: str | Path, seed: int, size: Size = SIZE) -> dict[str, 
 
 
 def renamed(worlds: Sequence[InventedWorld], seed: int) -> list[InventedWorld]:
-    """Return the worlds with other names, no two entities with the same."""
+    """Return the worlds with new names, unique over all of them."""
     rng = random.Random(f"names {seed}")
     pools = {}
     for kind, (firsts, seconds) in NAMES.items():
@@ -113,7 +113,7 @@ def renamed(worlds: Sequence[InventedWorld], seed: int) -> list[InventedWorld]:
 
 
 def reading_questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
-    """Return `count` questions with their articles, shuffled, and the numbers of those that the answer needs."""
+    """Return `count` questions with their articles, shuffled, and the numbers of the articles that the answer needs."""
     told = articles(world, seed)
     rng = random.Random(f"articles of questions {prefix} {seed}")
     mentioned_by: dict[str, list[str]] = {}
@@ -136,7 +136,7 @@ def reading_questions(world: InventedWorld, count: int, two_hop: float, seed: in
 
 
 def articles(world: InventedWorld, seed: int) -> dict[str, Passage]:
-    """Return the article of each entity, by its name."""
+    """Return entity name -> its article."""
     rng = random.Random(f"articles {seed}")
     found = {}
     for number, (entity, kind) in enumerate(world.kinds.items()):
@@ -159,6 +159,6 @@ def ask(path: Sequence[Fact]) -> str:
 
 
 def _some(rng: random.Random, names: Sequence[str], without: Sequence[str], count: int) -> list[str]:
-    """Return up to `count` of these names, drawn at random, each once, none of those in `without`."""
+    """Return up to `count` distinct random names, none of them in `without`."""
     left = [name for name in dict.fromkeys(names) if name not in without]
     return rng.sample(left, min(count, len(left)))

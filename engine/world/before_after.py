@@ -1,6 +1,6 @@
-"""What the demo of a pretrained model shows at its end, and the questions of a user's own file that it begins with.
+"""The demo of a pretrained model: what it shows at its end, and the questions from a user's file that it starts with.
 
-Both come from files: a training's first and last evaluation hold the same questions, each with its greedy answer.
+Both come from files: the first and last evaluation of a training have the same questions, each with its greedy answer.
 """
 
 import textwrap
@@ -19,8 +19,8 @@ from thresher.engine.store.run_folder import RunFolder
 from thresher.retrieval.datasets.convert import MixSource, convert
 from thresher.retrieval.questions import question_record, read_questions
 
-HELD_OUT = 500  # questions of a file that are set aside
-TO_TRAIN = 320  # fewest of the others: what recipes/smollm2/read.toml asks in its steps
+HELD_OUT = 500  # held-out questions of a file
+TO_TRAIN = 320  # minimum number of the others: as many as recipes/smollm2/read.toml uses in its steps
 TRANSCRIPTS, SHOWN_CHARS = 6, 300
 FIRST_QUESTIONS = (
     f"Below are the first {TRANSCRIPTS} held-out questions, none of them picked, each with the passages that it needs, "
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A held-out question, the passages that its answer needs, shortened, and the greedy answers to it."""
+    """A held-out question, the passages that its answer needs (shortened), and its greedy answers."""
 
     question: str
     read: str
@@ -46,7 +46,7 @@ class Transcript:
 
 
 def transcripts(run: Path) -> list[Transcript]:
-    """Return the first questions of a run's evaluations, in the order of their file: none is picked by its answer."""
+    """Return the first questions of a run's evaluations, in file order: they are not selected by their answers."""
     return [
         Transcript(
             question=_line(after["question"]),
@@ -60,8 +60,8 @@ def transcripts(run: Path) -> list[Transcript]:
 
 
 def measures_before_after(run: Path) -> list[tuple[Any, ...]]:
-    """Return rows (which questions, how many, EM before, EM after, F1 before, F1 after): all, and where the numbers of
-    their gold passages are known and differ, those with one, with two, .."""
+    """Return rows (which questions, how many, EM before, EM after, F1 before, F1 after). The first row is of all
+    questions. If the numbers of needed passages are known and differ, there is one row for each."""
     pairs = list(_evaluated(run))
     needs = [len(after.get("gold_indices") or ()) for _, after in pairs]
     rows = [("all", pairs)]
@@ -82,8 +82,9 @@ def learning_curve(run: Path) -> list[tuple[int, float, float]]:
 
 
 def split_questions(path: str, out: Path, seed: int) -> None:
-    """Write test.jsonl, HELD_OUT questions of a file in any format of `data convert`, drawn at random, and train.jsonl,
-    the others, into the new folder `out`. UserError where they are too few or come without passages."""
+    """Split a file of questions into test.jsonl and train.jsonl in the new folder `out`. test.jsonl has HELD_OUT random
+    questions, train.jsonl the others. The file may have any format of `data convert`. UserError if there are too few
+    questions, or if some have no passages."""
     with staged_folder(out) as staged:
         everything = staged / "all.jsonl"
         convert([MixSource(paths=(Path(path),))], everything, seed=seed)
@@ -107,7 +108,7 @@ def split_questions(path: str, out: Path, seed: int) -> None:
 
 
 def _evaluated(run: Path) -> Iterator[tuple[Record, Record]]:
-    """Yield each question's record in the run's first evaluation and in its last."""
+    """Yield (first, last) of each question: its records in the run's first and last evaluation."""
     folder = RunFolder.existing(run)
     files = sorted(folder.evaluations.glob("step_*.jsonl"))
     yield from zip(folder.stored_trajectories(files[0]), folder.stored_trajectories(files[-1]), strict=True)
@@ -120,5 +121,5 @@ def _read(record: Record) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text of others on one line, without characters that could act on a terminal."""
+    """Return an untrusted text on one line, without characters that could act on a terminal."""
     return visible(" ".join(text.split()))

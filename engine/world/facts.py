@@ -1,10 +1,10 @@
-"""An invented world to learn searching in: people, places and works that no one has heard of.
+"""An invented world in which to learn searching: people, places and works that no pretraining corpus mentions.
 
 Facts are one sentence each ("Amber Lattice has author Bel Dorin."). Questions follow one relation or two ("What is the
-birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and facts never cross between
-them, so an answer has to be found and copied; the words of held-out names have all been seen. Warm-up transcripts are
-set in several further worlds with other names (never a held-out one): from a single world a small model memorizes which
-words make a name, and copies nothing. Everything is a function of the seed.
+birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and no fact connects them, so
+an answer has to be found and copied; the words of held-out names all occur in training names. Warm-up transcripts use
+several further worlds with other names (never a held-out one): from a single world a small model memorizes which words
+form a name, and does not learn to copy. Everything is a function of the seed.
 """
 
 import random
@@ -20,18 +20,18 @@ RELATIONS = {
     "place": {"mayor": "person", "founder": "person", "rival": "place"},
     "work": {"author": "person", "owner": "person", "setting": "place"},
 }
-BLIND_HOPS = (1, 3)  # searches of a blind transcript: never the two that most questions need
+BLIND_HOPS = (1, 3)  # searches of a blind transcript: never two, which most questions need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Numbers of things to invent, entities by kind. held_out: the share of the entities that is set aside with its own
-    facts. aware: the share of the transcripts that follow their question."""
+    """Numbers of things to invent, entities by kind. held_out: share of the entities that is set aside with its own
+    facts. aware: share of the transcripts that follow their question."""
 
     people: int = 240
     places: int = 160
     works: int = 240
-    pieces: int = 60  # different first and different second words of names
+    pieces: int = 60  # number of distinct first words, and of second words, of names
     held_out: float = 0.25
     train_questions: int = 2000
     test_questions: int = 200
@@ -65,8 +65,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class InventedWorld:
-    """Invented facts that lead to each other alone, those of training, of the held-out questions or of a warm-up:
-    entity -> kind, (entity, relation) -> fact."""
+    """A closed set of invented facts, for training, held-out questions or warm-up. kinds: entity -> kind. facts:
+    (entity, relation) -> fact."""
 
     kinds: dict[str, str]
     facts: dict[tuple[str, str], Fact]
@@ -77,7 +77,7 @@ class InventedWorld:
 
 @dataclass(frozen=True, slots=True)
 class InventedWorlds:
-    """All worlds of a seed: training and held-out questions are asked of the first two, warm-up uses the others."""
+    """All worlds of a seed: the first two have the training and held-out questions, the others are for warm-up."""
 
     train: InventedWorld
     test: InventedWorld
@@ -99,7 +99,7 @@ def invent(size: Size, seed: int) -> InventedWorlds:
 
 
 def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
-    """Return every fact of these worlds as a passage titled by its subject and relation, shuffled."""
+    """Return every fact of these worlds as a passage whose title is its subject and relation, shuffled."""
     facts = [fact for world in worlds for fact in world.facts.values()]
     random.Random(f"order {seed}").shuffle(facts)
     return [
@@ -110,8 +110,10 @@ def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
 def with_paths(
     world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str, asked: Collection[str] = ()
 ) -> list[tuple[Question, list[Fact]]]:
-    """Return distinct questions, each with the facts that lead to its answer: a share of `two_hop` over two facts, none
-    of those that are `asked` already. Golds hold the one right name."""
+    """Return distinct questions, each with the facts that lead to its answer, and with one gold.
+
+    two_hop: share of the questions over two facts. asked: questions to leave out.
+    """
     rng = random.Random(f"questions {prefix} {seed}")
     one = [[fact] for fact in world.facts.values()]
     two = [
@@ -141,7 +143,7 @@ def ask(path: Sequence[Fact]) -> str:
 
 
 def walk(world: InventedWorld, entity: str, hops: int, rng: random.Random) -> list[Fact]:
-    """Return a path of facts from an entity, along relations drawn at random."""
+    """Return a path of facts from an entity, along random relations."""
     path: list[Fact] = []
     for _ in range(hops):
         path.append(world.facts[entity, rng.choice(world.relations(entity))])
@@ -162,7 +164,7 @@ def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> 
 
 
 def _words(rng: random.Random, count: int, syllables: int) -> list[str]:
-    """Return distinct pronounceable words: one closed syllable, or an open one before it."""
+    """Return distinct pronounceable words: open syllables and a final consonant, `syllables` in all."""
     onsets = [
         *("b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l"),
         *("m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"),

@@ -1,4 +1,4 @@
-"""Files of the invented world: corpus, questions, and transcripts from which base models warm up.
+"""Files of the invented world: corpus, questions, and warm-up transcripts of base models.
 
 corpus.jsonl    {"id", "title", "text"}                     training and held-out facts
 train.jsonl     {"id", "question", "golden_answers", ..}    questions about training entities
@@ -15,20 +15,21 @@ forms.jsonl                             warm-up transcripts of six protocols, ea
 recitals.jsonl                          copy-task transcripts, which come before them
 numbers-1.jsonl .. numbered.jsonl       the stages of ARENA's base
 
-Three protocols search; for the other three the passages are in the prompt: all facts about the question's subject and
-the object of its first relation, shuffled. Most transcripts are *blind*: they do not follow their question but
-relations drawn at random, for one or three searches, or one or two among given passages, there mostly the first that an
-entity has. They teach tags, queries, copying, and to restate a fact before its object is used. Which fact is wanted is
-left to reinforcement: a policy that imitates most of them gets two-hop questions wrong. Blind ones also name references
-and extract sentences that nothing asked for. Half of all notes lack a mark. The share `aware` follows its question.
+Three protocols search. The other three have the passages in the prompt: all facts about the question's subject and the
+object of its first relation, shuffled. Most transcripts are *blind*: they do not follow their question but random
+relations, for one or three searches, or one or two among given passages, there mostly the first relation of an entity.
+They teach tags, queries, copying, and restating a fact before its object is used. Which fact is needed is left to
+reinforcement learning: a policy that imitates most of them gets two-hop questions wrong. Blind transcripts also name
+references and extract sentences that the question does not need. Half of all notes lack a mark. A share `aware` follows
+its question.
 
-A *copy-task transcript* states six facts about new names, then the same facts in another order, or for one in three
-their numbers, so that nothing can be learned but to look a fact up by subject and relation. This takes a thousand
-steps; the six protocols alone did not teach it in three thousand.
+A *copy-task transcript* states six facts about new names, then the same facts in another order, or in one of three
+their numbers, so the only thing to learn is looking up a fact by subject and relation. This takes a thousand steps; the
+six protocols alone did not teach it in three thousand.
 
-ARENA's base learns in stages to name a passage by its number, which the shared base cannot. The first four end at their
-gate, or at 1,000 steps; before the third the model gets one layer more, without which the number of a relation that is
-not the last token read is not found:
+ARENA's base learns in stages to name a passage by its number, which the shared base cannot. The first four stages end
+at their gate, or at 1,000 steps. Before the third, the model gets one more layer: without it the model does not find
+the number of a relation that is not the last token read:
 
     file              facts are read as                     numbers are asked for as
     numbers-1.jsonl   author3                               author -> 3, where a relation stands in one fact only
@@ -38,11 +39,11 @@ not the last token read is not found:
                       has author Bel Dorin.
     numbers-4.jsonl   the same                              author, author of Amber Lattice [,
                                                             What is ..? <relevance> [
-    numbered.jsonl    the same                              in ARENA's protocol, beside naive GRPO's; mostly blind
+    numbered.jsonl    the same                              in the protocols of ARENA and naive GRPO; mostly blind
 
-Of the first four every second transcript is one of naive GRPO's, so that copying names is not forgotten; in the others
-only numbers are trained. The last teaches the protocol, with numbers in the order in which their facts are used, and
-unlearns most of following the question. Everything is a function of the seed.
+In the first four, every second transcript is one of naive GRPO, so that copying names is not forgotten; in the others
+only numbers are trained. The last stage teaches the protocol, with numbers in the order in which their facts are used,
+and mostly unlearns following the question. Everything is a function of the seed.
 """
 
 import random
@@ -79,32 +80,34 @@ from thresher.retrieval.questions import Question, question_record
 
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
-# Systems whose turns have the form of one of these, hence its prompt and its warm-up.
+# Systems whose turns have the format of another system: they share its prompt and its warm-up.
 SAME_FORM = dict.fromkeys(
     ("search_r1_reinforce", "llds", "gigpo", "igpo", "tree_grpo", "mem1", "zero_search"), "search_r1"
 )
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
-# Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
+# Probability that a blind transcript over given passages looks up the first relation of its entity.
 HABIT = 0.6
 Segments = list[dict[str, Any]]
-Body = tuple[bool, Segments]  # whether the passages are in the prompt; what follows it
-NUMBERED_FORMAT = " {title}{number} {text}"  # retrieval.passage_format: a number follows its relation as a name does
-ASKED = {"relation": 16, "bracket": 16, "fact": 8, "question": 6}  # form -> how often a transcript asks
+Body = tuple[bool, Segments]  # whether the passages are in the prompt; the segments after the prompt
+NUMBERED_FORMAT = " {title}{number} {text}"  # retrieval.passage_format: the number directly after the relation
+ASKED = {"relation": 16, "bracket": 16, "fact": 8, "question": 6}  # form -> questions per transcript
 AWARE = 0.12  # share of the last stage's transcripts that follow their question
-# file -> the formats its facts are read in, the forms their numbers are asked in
+# file -> formats of its facts, forms of the questions for their numbers
 STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "numbers-1": ((" {relation}{number}",), ("relation",)),
     "numbers-2": ((" {title}{number}", NUMBERED_FORMAT), ("relation",)),
     "numbers-3": ((NUMBERED_FORMAT,), ("relation", "bracket")),
     "numbers-4": ((NUMBERED_FORMAT,), ("relation", "fact", "question", "question")),
 }
-DISTINCT = ("relation", "bracket")  # forms in which a relation stands in one fact only
+DISTINCT = ("relation", "bracket")  # forms that need each relation to occur in one fact only
 COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the five files into the new folder `out`, and with `forms` > 0 the others, that many warm-up transcripts of
-    each system; return their counts."""
+    """Write the five files into the new folder `out`, and with `forms` > 0 also the others; return their counts.
+
+    forms: number of warm-up transcripts of each system.
+    """
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
@@ -152,13 +155,13 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
 
 
 def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
-    """Return a function that searches in this world, and shows passages as the rollout would render them."""
+    """Return a search over this world's facts, with results as text in the format of a rollout."""
     find = searching(passages([world], 0), folder)
     return lambda queries: [passage_lines(found, passage_format) for found in find(queries)]
 
 
 def searching(those: Sequence[Passage], folder: Path) -> Callable[[list[str]], list[list[Passage]]]:
-    """Return a function that finds these passages, as a rollout's search would; its index is in the new folder."""
+    """Return a search over these passages that works like a rollout's; its index is in the new folder."""
     corpus = Corpus(those)
     encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
     index: Index = build_index(corpus, encoder, folder, embed="title+text")
@@ -169,8 +172,8 @@ def searching(those: Sequence[Passage], folder: Path) -> Callable[[list[str]], l
 
 
 def policy_segment(marked: str, plain: str = "") -> dict[str, Any]:
-    """Return a policy segment whose `copied` ranges are the bracketed stretches of `marked`, without the brackets.
-    plain: text before it, in which brackets are brackets."""
+    """Return a policy segment whose `copied` ranges are the bracketed parts of `marked`, without the brackets. plain:
+    text before it, in which brackets are literal."""
     text, copied = plain, []
     for number, part in enumerate(re.split(r"[\[\]]", marked)):
         if number % 2:  # the space before a name belongs to its first token
@@ -180,17 +183,17 @@ def policy_segment(marked: str, plain: str = "") -> dict[str, Any]:
 
 
 def prompt_segments(*texts: str) -> Segments:
-    """Return segments of which no token is trained, without the empty ones."""
+    """Return segments without trained tokens, one per non-empty text."""
     return [{"source": "prompt", "text": text} for text in texts if text]
 
 
 def transcripts(
     world: InventedWorld, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
 ) -> list[dict[str, Any]]:
-    """Return `count` warm-up transcripts of the demo in one world (the prompt is the recipe's).
+    """Return `count` warm-up transcripts of the demo in one world, without the prompt, which is in the recipe.
 
-    search: returns for each query the passages that a search shows, as text. A policy segment's `copied` lists the
-    character ranges of names, all of which stand in the question or in a passage.
+    search: returns for each query the text of the passages that a search shows. `copied` of a policy segment has the
+    character ranges of names, all of which occur in the question or in a passage.
     """
     rng = random.Random(f"transcripts {seed}")
     subjects = list(world.kinds)
@@ -211,7 +214,7 @@ def transcripts(
 
 
 def template(name: str) -> str:
-    """Return a system's prompt in the invented world, which begins with its protocol's name."""
+    """Return a system's prompt in the invented world; it starts with the protocol's name."""
     return f"{SAME_FORM.get(name, name)}\n" + ("{passages}\n" if name in GIVEN else "") + "Question: {question}\n"
 
 
@@ -224,7 +227,7 @@ def known(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> lis
 
 
 def given_question(world: InventedWorld, question: Question, path: Sequence[Fact], seed: int) -> Question:
-    """Return the question with its passages, and the numbers of those that lead to its answer."""
+    """Return the question with its passages, and the numbers of the passages that lead to its answer."""
     facts = known(world, path, random.Random(f"given {seed} {question.id}"))
     return Question(
         question.id,
@@ -237,9 +240,8 @@ def given_question(world: InventedWorld, question: Question, path: Sequence[Fact
 
 
 def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int) -> list[dict[str, Any]]:
-    """Return `count` transcripts that state and restate all facts about two entities, names drawn from those of
-    `worlds`."""
-    rng = random.Random(f"recitals {seed}")  # the word is part of the seed: another would draw other transcripts
+    """Return `count` transcripts that state and restate all facts about two entities with names from `worlds`."""
+    rng = random.Random(f"recitals {seed}")  # the word is part of the seed and must not change
     names = sorted({entity for world in worlds for entity in world.kinds})
     found = []
     for number in range(count):
@@ -253,8 +255,8 @@ def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int
 
 
 def drawn_facts(rng: random.Random, names: Sequence[str], distinct: bool = False) -> tuple[list[Fact], int]:
-    """Return three facts of each of two entities, and the index of the first's that leads to the second. distinct: no
-    relation stands in two of them."""
+    """Return three facts of each of two entities, and the index of the fact that leads from the first to the second.
+    distinct: no relation occurs in two facts."""
     subject, object_, *others = rng.sample(names, 8)
     kinds = list(RELATIONS)
     drawn = rng.sample(kinds, 2) if distinct else [rng.choice(kinds), rng.choice(kinds)]
@@ -269,12 +271,13 @@ def drawn_facts(rng: random.Random, names: Sequence[str], distinct: bool = False
 
 
 def _restated(facts: Sequence[Fact], chosen: int = 1) -> str:
-    """Return facts in order, as marked text; nothing decides the subjects of the first `chosen`."""
+    """Return facts in order, as marked text. The subjects of the first `chosen` are arbitrary and not marked as
+    copies."""
     return "".join(f" {'Then' if n else 'First'}{_say(fact, n < chosen)}" for n, fact in enumerate(facts))
 
 
 def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
-    """Return for each fact of `order` the number under which it is listed; that number is what is copied."""
+    """Return a segment with the number of each fact of `order` in the list; the numbers are its copied ranges."""
     text, copied = "", []
     for fact in order:
         text += f" {fact.relation} of {fact.subject} ["
@@ -284,8 +287,7 @@ def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
 
 
 class TranscriptPlan(NamedTuple):
-    """The plan of one transcript: the question's path, the path that is followed, the facts shown, and whether it is
-    blind."""
+    """The plan of one transcript: the question's path, the path followed, the facts shown, and whether it is blind."""
 
     asked: list[Fact]
     followed: list[Fact]
@@ -303,11 +305,12 @@ def warmup_transcripts(
     passage_format: str = GIVEN_FORMAT,
     sort_numbers: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return `count` transcripts of one protocol in one world, as `thresher sft` reads them.
+    """Return `count` transcripts of one protocol in one world, in the format of `thresher sft`.
 
-    search: as in `transcripts`, for a protocol that searches. passage_format: of passages that stand in the prompt.
-    sort_numbers: ARENA names passages in the order of their numbers, not in that of the path."""
-    rng = random.Random(f"forms {name} {seed}")  # as above
+    search: as in `transcripts`, for a protocol that searches. passage_format: of the passages in the prompt.
+    sort_numbers: ARENA names passages in ascending order of their numbers instead of the order of the path.
+    """
+    rng = random.Random(f"forms {name} {seed}")  # the word must not change, as above
     subjects = list(world.kinds)
     plans = [_plan(world, name, rng.choice(subjects), size, rng) for _ in range(count)]
     bodies: list[list[Body]]
@@ -337,7 +340,7 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
         followed = asked
     elif name in SEARCHING:
         followed = walk(world, subject, rng.choice(BLIND_HOPS), rng)
-    else:  # what is shown must hold it: one fact, or two where the first leads to what is known of its object
+    else:  # a path among the facts shown: one fact, or two if the first leads to the object whose facts are shown
         first, *others = world.relations(subject)
         followed = [world.facts[subject, first if rng.random() < HABIT else rng.choice(others)]]
         if followed[0].object == asked[0].object and rng.random() < 0.5:
@@ -363,7 +366,7 @@ def listed_facts(facts: Sequence[Fact], passage_format: str = GIVEN_FORMAT) -> s
 
 
 def _say(fact: Fact, chosen: bool = False) -> str:
-    """Return a fact restated. A `chosen` subject, which nothing before it decides, is no copy that the gate could
+    """Return a fact restated. A `chosen` subject is arbitrary, so it is not marked as a copy for the gate to
     measure."""
     return (f" {fact.subject}" if chosen else f"[ {fact.subject}]") + f" has {fact.relation}[ {fact.object}]."
 
@@ -407,7 +410,7 @@ def _given(name: str, plan: TranscriptPlan, rng: random.Random, sort_numbers: bo
     branch = policy_segment(_answer(plan.followed).removeprefix("<answer>"))
     return [
         (True, [policy_segment(reason + extract + _answer(plan.followed))]),
-        # The policy's text that a branch keeps is context there, of which no token is trained.
+        # Policy text that a branch keeps is context in the branch, and none of its tokens is trained.
         (True, [*prompt_segments(policy_segment(reason)["text"], "<answer>"), branch]),
         (False, [*prompt_segments(policy_segment(extract)["text"], "<answer>"), branch]),
     ]
@@ -419,7 +422,7 @@ def _given(name: str, plan: TranscriptPlan, rng: random.Random, sort_numbers: bo
 def number_transcripts(
     worlds: Sequence[InventedWorld], stage: str, count: int, size: Size, seed: int
 ) -> list[dict[str, Any]]:
-    """Return `count` transcripts of a stage, the facts' names drawn from all `worlds`. `copied` are the numbers."""
+    """Return `count` transcripts of a stage, with names from all `worlds`. Their `copied` ranges are the numbers."""
     rng = random.Random(f"{stage} {seed}")
     names = sorted({entity for world in worlds for entity in world.kinds})
     formats, forms = STAGES[stage]
@@ -427,7 +430,7 @@ def number_transcripts(
     for number, world in enumerate(worlds):
         each = count // len(worlds) // 2
         for other in warmup_transcripts(world, "naive_grpo", each, size, number, passage_format=NUMBERED_FORMAT):
-            del other["segments"][-1]["copied"]  # the gate measures numbers alone
+            del other["segments"][-1]["copied"]  # the gate measures only numbers
             form = rng.choice(forms)
             facts, bridge = drawn_facts(rng, names, distinct=form in DISTINCT)
             shown = rng.sample(facts, len(facts))
@@ -439,7 +442,7 @@ def number_transcripts(
 
 
 def numbered_transcripts(worlds: Sequence[InventedWorld], count: int, size: Size) -> list[dict[str, Any]]:
-    """Return `count` transcripts, world by world: two of ARENA's protocol for one of naive GRPO's."""
+    """Return `count` transcripts, world by world: two of ARENA for each one of naive GRPO."""
     blind = replace(size, aware=AWARE)
     each = count // len(worlds) // 3
     return [
@@ -453,7 +456,7 @@ def numbered_transcripts(worlds: Sequence[InventedWorld], count: int, size: Size
 
 
 def _numbers(form: str, facts: Sequence[Fact], bridge: int, shown: Sequence[Fact], rng: random.Random) -> Segments:
-    """Return the number of one fact, or those of what answers a question, behind words that are not trained."""
+    """Return untrained words and the number of one fact, or the numbers of the facts that answer a question."""
     two = form == "question" and rng.random() >= 0.5
     path = [facts[bridge], rng.choice(facts[3:])] if two else [rng.choice(facts)]
     before, after = {

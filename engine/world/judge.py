@@ -1,17 +1,17 @@
 """A judge of entailment for the invented world, trained in it: `thresher data judge`.
 
-A BERT of three layers, trained on labelled pairs of the training world and the warm-up worlds, and written as a
+A BERT of three layers, trained on labelled pairs from the training world and the warm-up worlds, and written as a
 classifier for `judge.entailment` (retrieval/encoders). Held-out pairs are about held-out entities. A pair:
 
     premise     a note                                    "* Amber Lattice has author Bel Dorin.\\n- the rest"
-    hypothesis  "<gold> is the answer to '<question>'"    of one relation or two
+    hypothesis  "<gold> is the answer to '<question>'"    with one relation or two
 
-    entailment      the fact that answers stands in the note: the relation asked for last, with the gold as its object,
-                    and of a question of one relation with its subject
-    contradiction   a question of one relation: the same fact with another object, and the gold's not beside it
-    neutral         everything else, among them the notes for which a judge of overlapping words pays
+    entailment      the note states the fact that answers: the last relation of the question, with the gold as its
+                    object and, for a question with one relation, with its subject
+    contradiction   a question with one relation: the same fact with another object, and not with the gold
+    neutral         everything else, including notes that a judge by word overlap would reward
 
-Everything is a function of the seed: one thread computes, so that the number of cores changes no bit.
+Everything is a function of the seed: the computation uses one thread, so that the number of cores changes no bit.
 """
 
 import json
@@ -40,7 +40,7 @@ from thresher.retrieval.encoders.transformer import Bert, EncoderLayer, read_ber
 from thresher.rewards.papers.evinote import CLAIM
 
 LABELS = ("contradiction", "neutral", "entailment")
-Pair = tuple[str, str, int]  # premise, hypothesis, the place of its label in LABELS
+Pair = tuple[str, str, int]  # premise, hypothesis, the index of its label in LABELS
 
 
 def invent_pairs(world: InventedWorld, count: int, rng: random.Random) -> list[Pair]:
@@ -59,7 +59,7 @@ def invent_pairs(world: InventedWorld, count: int, rng: random.Random) -> list[P
 
 
 def label_of(note: str, path: Sequence[Fact]) -> str:
-    """Return the label of a note for the claim that `path` leads to, read off the facts that stand in it."""
+    """Return the label of a note for the claim that `path` leads to, from the facts that the note states."""
     wanted = path[-1]
     told = [Fact(*match.groups()) for match in _FACT.finditer(note)]
     right = [fact for fact in told if fact.relation == wanted.relation and fact.object == wanted.object]
@@ -72,8 +72,8 @@ def label_of(note: str, path: Sequence[Fact]) -> str:
 
 
 def _littered(note: str, rng: random.Random) -> str:
-    """Return the note, every second time with litter before or behind it, which changes no label. A policy tries
-    whatever fools its judge, and broken tags fooled one that had never read any."""
+    """Return the note, in half of the cases with noise before or after it that does not change the label. A policy
+    finds whatever deceives its judge: broken tags did, for a judge that was not trained on any."""
     if rng.random() < 0.5:
         return note
     tags = [f"{mark}{name}"[: rng.randrange(1, 12)] for mark in ("<", "</") for name in _TAGS]
@@ -95,17 +95,17 @@ def _fact(world: InventedWorld, rng: random.Random) -> Fact:
 
 
 def _note(facts: Sequence[Fact], rng: random.Random) -> str:
-    """Return the facts as a note has them: in any order, each with a mark or none, and sometimes a second line."""
+    """Return a note of the facts: in random order, each with or without a mark, and sometimes with a second line."""
     mark = rng.choice(("* ", "* ", "* ", "", "- "))
     lines = [mark + fact.sentence for fact in rng.sample(list(facts), len(facts))]
     return rng.choice(("\n", " ")).join(lines) + rng.choice(("", "\n- the rest"))
 
 
-# Makers of notes for a path of facts. World, path, the source of draws -> a note.
+# Makers of notes for a path of facts: (world, path, random generator) -> note.
 
 
 def _answering(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note the fact that answers, beside up to two that do not: of the path's entities, or any."""
+    """Note the answering fact and up to two others, of the path's entities or of any."""
     entities = (path[0].subject, path[-1].subject)
     near = [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
     found = [rng.choice(near) if rng.random() < 0.7 else _fact(world, rng) for _ in range(rng.choice((0, 0, 1, 2)))]
@@ -113,27 +113,27 @@ def _answering(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -
 
 
 def _right_subject(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note facts of the question's subject that do not answer, the first of two among them."""
+    """Note facts of the question's subject that are not the answer, possibly the first of a two-hop path."""
     known = [world.facts[path[0].subject, relation] for relation in world.relations(path[0].subject)]
     known = [fact for fact in known if fact != path[-1]]
     return _note(rng.sample(known, rng.choice((1, 1, 2))), rng)
 
 
 def _other_subject(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note the relation asked for, of another subject: with that subject's object, or with the gold."""
+    """Note the requested relation of another subject, with that subject's object or with the gold."""
     wanted, facts = path[-1], world.facts.values()
     other = rng.choice([x for x in facts if x.relation == wanted.relation and x.subject != wanted.subject])
     return _note([Fact(other.subject, other.relation, wanted.object) if rng.random() < 0.3 else other], rng)
 
 
 def _other_relation(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note the right subject and the gold, in a relation that was not asked for."""
+    """Note the right subject and the gold, with another relation."""
     relation = rng.choice([name for name in _RELATIONS if name != path[-1].relation])
     return _note([Fact(path[-1].subject, relation, path[-1].object)], rng)
 
 
 def _turned(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note a fact of which the gold is the subject."""
+    """Note a fact that has the gold as its subject."""
     relation = rng.choice((path[-1].relation, *world.relations(path[-1].object)))
     return _note([Fact(path[-1].object, relation, rng.choice((path[0].subject, _fact(world, rng).object)))], rng)
 
@@ -148,7 +148,7 @@ def _copied(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> s
 
 
 def _loose(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Shuffle words of the question, of facts and of a note, that say nothing together."""
+    """Return shuffled words of the question, of facts and of a note, without a meaning."""
     told = *path[-1].sentence.split(), *_fact(world, rng).sentence.split()
     words = [*ask(path).split(), *told, "*", "-", "the", "rest"]
     return " ".join(rng.sample(words, rng.randrange(len(words) // 2)))
@@ -164,15 +164,14 @@ _NEUTRAL = [_right_subject, _right_subject, _other_subject, _other_relation, _tu
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 POSITIONS = 160  # of note and claim together
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-STDS = {"word_embeddings": 1.0, "token_type_embeddings": 0.7}  # of first values; all else 1 / sqrt(width)
-WAVES = 0.5  # of the first positions, sines and cosines
+STDS = {"word_embeddings": 1.0, "token_type_embeddings": 0.7}  # of initial values; all others 1 / sqrt(width)
+WAVES = 0.5  # amplitude of the initial positions, which are sines and cosines
 HELD_OUT = 1000  # pairs
 STEPS, BATCH, LR, WARMUP, CLIP = 1300, 64, 2e-3, 100, 1.0
 
 
 def make_judge(out: str | Path, seed: int, steps: int, size: Size | None = None) -> dict[str, Any]:
-    """Train a judge and write it into the new folder `out`; return its figures, accuracy on held-out pairs among
-    them."""
+    """Train a judge and write it into the new folder `out`; return its figures, with held-out accuracy."""
     started = time.perf_counter()
     worlds = invent(size or Size(), seed)
     rng = random.Random(f"judge {seed}")
@@ -193,7 +192,7 @@ def make_judge(out: str | Path, seed: int, steps: int, size: Size | None = None)
 
 
 def judge_accuracy(folder: Path, pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return how often the classifier in `folder` names the label, and tells entailment from the rest."""
+    """Return two accuracies of the classifier in `folder`: over all labels, and for entailment against the rest."""
     found_B = load_classifier(folder).logits([pair[:2] for pair in pairs]).argmax(-1)
     labels_B = torch.tensor([label for *_, label in pairs])
     entailed = LABELS.index("entailment")
@@ -220,7 +219,7 @@ def _write_files(folder: Path, worlds: Iterable[InventedWorld]) -> None:
 
 
 def _tokenizer(worlds: Iterable[InventedWorld]) -> tokenizers.Tokenizer:
-    """Make a tokenizer of whole words of the worlds' facts and of claims about them, lower-cased, and of characters."""
+    """Make a lower-casing tokenizer of the words in the worlds' facts and in claims about them, and of characters."""
     texts = [fact.sentence for world in worlds for fact in world.facts.values()]
     texts += [hypothesis for world in worlds for _, hypothesis, _ in invent_pairs(world, 1, random.Random(0))]
     split = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -272,9 +271,11 @@ def _train(folder: Path, worlds: Sequence[InventedWorld], seed: int, steps: int,
 
 
 def _start(encoder: Bert, draw: torch.Generator) -> Bert:
-    """Set first values: embeddings of words are larger than those of positions, neighbours have neighbouring positions,
-    and every head looks at equal words, for its keys are its queries. Names have to be compared; from the usual first
-    values 1,500 steps do not teach it."""
+    """Set the initial values so that names can be compared; 1,500 steps from the usual ones do not teach it.
+
+    Word embeddings are larger than position embeddings, adjacent positions have similar embeddings, and each head
+    attends to equal words because its keys equal its queries.
+    """
     width = encoder.config.hidden_size
     for name, tensor in tensors_of(encoder).items():
         if name.endswith("bias"):

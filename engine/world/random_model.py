@@ -1,7 +1,7 @@
 """`thresher init`: a model folder with random weights, from a config and a tokenizer.
 
-The config is any config.json of a supported family, with keys overridden at will; the tokenizer is read from a folder,
-or trained on the strings of JSONL files. Or a trained model with more layers on top.
+The config is any config.json of a supported family, with optional overrides of its keys. The tokenizer is read from a
+folder, or trained on the strings of JSONL files. Alternatively, add layers on top of a trained model.
 """
 
 import tomllib
@@ -23,8 +23,8 @@ from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST = 257  # 256 bytes and the end of text
-ROUND = 16  # a trained vocabulary is padded to a multiple of this, as real models' are
+SMALLEST = 257  # 256 bytes and the end-of-text token
+ROUND = 16  # a trained vocabulary is padded to a multiple of this, as in real models
 
 
 def initialise(
@@ -39,12 +39,11 @@ def initialise(
     embedding_std: float | None = None,
     zero_outputs: bool = False,
 ) -> dict[str, Any]:
-    """Write a model folder; return its sizes. Exactly one of tokenizer_path and train_on says where tokens come
-    from."""
+    """Write a model folder; return its sizes. Give exactly one of tokenizer_path and train_on."""
     if (tokenizer_path is None) == (not train_on):
         raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
     whole = read_json_object(Path(config_path))
-    # The shape of a model of text and images lies inside.
+    # The text part of a model of text and images is nested.
     table = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
     changes = [_override(text) for text in overrides]
     known = {*table, *known_keys()}
@@ -66,7 +65,7 @@ def initialise(
         table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(END_OF_TEXT)
     types, layers = table.get("layer_types"), table.get("num_hidden_layers")
     if isinstance(types, list) and types and isinstance(layers, int) and "layer_types" not in dict(changes):
-        # Written per layer: of fewer or more they go on as they begin.
+        # One entry per layer: for another number of layers, the pattern is cut or repeated.
         table["layer_types"] = list(islice(cycle(types), min(layers, LARGEST_LAYERS)))
     config = config_from_dict(whole, str(config_path))
     policy = init_policy(config, seed, embedding_std=embedding_std, zero_outputs=zero_outputs)
@@ -74,8 +73,10 @@ def initialise(
 
 
 def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0) -> dict[str, Any]:
-    """Write a model folder's model with `count` more layers on top, which begin as the identity (their projections into
-    the residual stream are 0), so that it computes what it did; return its sizes."""
+    """Write a model folder with `count` more layers on top of a model; return its sizes.
+
+    The new layers start as the identity (their projections into the residual stream are 0), so the output is unchanged.
+    """
     old = load_policy(model)
     config = old.config.replace(num_hidden_layers=old.config.num_hidden_layers + count)
     policy = init_policy(config, seed, zero_outputs=True)
@@ -88,7 +89,7 @@ def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0)
 
 
 def write_model(policy: Policy, tokenizer: Tokenizer, out: str | Path) -> dict[str, Any]:
-    """Write a model folder, whole or not at all; return its sizes."""
+    """Write a model folder atomically; return its sizes."""
     config = policy.config
     check_fit(policy, tokenizer, out)
     with staged_folder(out) as staged:

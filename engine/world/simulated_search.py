@@ -1,4 +1,4 @@
-"""A search of the invented world as a tool with `noise`: useful results, or noisy ones, without a chat model."""
+"""A search of the invented world as a tool with `noise`: useful or noisy results, without a chat model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.rewards.text import contains_answer
 
 K, DIM = 3, 2048  # of searches in the invented world: as many passages as the demo's recipe shows
-# The Python file of the tool, which `thresher data invent` writes beside the corpus.
+# The Python file of the tool, which `thresher data invent` writes next to the corpus.
 TOOL_FILE = """from pathlib import Path
 
 from thresher.engine.world.simulated_search import SimulatedSearch
@@ -21,8 +21,8 @@ search = SimulatedSearch(Path(__file__).with_name("corpus.jsonl"), {passage_form
 
 
 class SimulatedSearch:
-    """Show the best `k` passages of a corpus for a query, in lines of `passage_format`; or, as noise, the next best
-    that hold no gold answer."""
+    """A search that returns the best `k` passages of a corpus, in lines of `passage_format`. As noise it returns the
+    next best ones without a gold answer."""
 
     def __init__(self, corpus: Path, passage_format: str, k: int = K) -> None:
         self.passages, self.passage_format, self.k = read_corpus(corpus), passage_format, k

@@ -1,4 +1,4 @@
-"""Commands that make the demo, and bases in the invented world; the run of the demo.
+"""The commands that make the demo and the bases in the invented world, and the run of the demo.
 
     data invent -> init -> index build -> sft -> train -> report     `thresher demo`
     data invent --articles -> train -> report                        `thresher demo --model FOLDER`
@@ -6,12 +6,12 @@
     data invent --forms -> index build        world/data, index          once
     data judge                                world/judge                once: EviNote's judge of entailment
     init -> sft -> sft                        world/init0, recite0, base0, then init1 ..
-    sft -> sft -> init -> sft -> sft -> sft   world/numbers-1-0 .. numbered0, of the base "numbered" alone
+    sft -> sft -> init -> sft -> sft -> sft   world/numbers-1-0 .. numbered0, only for the base "numbered"
 
-The base "shared" knows the form of all protocols and hardly what to look for. Bases of different seeds differ in their
-first weights and in the order of their warm-up, not in the world, so that all have the same questions. The base
-"numbered" is made of it, with one layer more: it can name a passage by its number, and knows the protocols of ARENA and
-naive GRPO (files.py). `study systems` and `reproduce --scale world` train from them.
+The base "shared" knows the format of all protocols but hardly what to search for. Bases of different seeds differ in
+their initial weights and in the order of their warm-up, not in the world, so all have the same questions. The base
+"numbered" continues from it with one more layer: it can name a passage by its number, and knows the protocols of ARENA
+and naive GRPO (files.py). `study systems` and `reproduce --scale world` train from these bases.
 """
 
 import json
@@ -35,27 +35,27 @@ from thresher.policy.config import read_config
 RECIPES = Path(str(files("thresher.recipes")))
 RECIPE = RECIPES / "world" / "recipe.toml"
 DEMO = RECIPES / "demo"
-DEMO_CONFIGS = {"qwen2": "config.json", "qwen3_5": "qwen3_5.json"}  # of like numbers of parameters
+DEMO_CONFIGS = {"qwen2": "config.json", "qwen3_5": "qwen3_5.json"}  # with about the same number of parameters
 READING = RECIPES / "smollm2" / "read.toml"
-BEGUN = "demo.json"  # what a demo's folder was begun with
+BEGUN = "demo.json"  # the plan that a demo's folder was started with
 WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
-JUDGED = ("evinote",)  # systems whose reward asks the judge
+JUDGED = ("evinote",)  # systems whose reward calls the judge
 
 
 @dataclass(frozen=True, slots=True)
 class WorldBase:
-    """A base: its folder's name, to which a seed is put, and the retrieval.passage_format of given passages."""
+    """A base model. folder: name, completed by a seed. passage_format: retrieval.passage_format of given passages."""
 
     folder: str
     passage_format: str
 
 
-NUMBERED = ("arena",)  # systems whose own claim needs a base that names passages by their numbers
+NUMBERED = ("arena",)  # systems that need a base that names passages by their numbers
 BASES = {"shared": WorldBase("base", GIVEN_FORMAT), "numbered": WorldBase("numbered", NUMBERED_FORMAT)}
 
 
 def sets_of(*texts: str) -> list[str]:
-    """Return overrides of a recipe as words of a command."""
+    """Return recipe overrides as command-line words."""
     return [word for text in texts for word in ("--set", text)]
 
 
@@ -74,8 +74,8 @@ def _index(data: Path, out: Path) -> list[str]:
 
 
 def world_stages(world: Path, seed: int = 0, judged: bool = True, base: str = "shared") -> list[list[str]]:
-    """Return the commands that make the world and the base of this seed, each of one folder. judged: whether a judge of
-    entailment will be asked."""
+    """Return the commands that make the world and the base of this seed; each writes one folder. judged: whether to
+    make the judge of entailment."""
     data = world / "data"
 
     def sft(recipe: str, model: Path, transcripts: str, out: Path) -> list[str]:
@@ -106,7 +106,7 @@ def world_stages(world: Path, seed: int = 0, judged: bool = True, base: str = "s
 
 
 def world_questions(world: Path, system: str, split: str) -> Path:
-    """Return the file of questions of a split, train, dev or test, as a system is asked them."""
+    """Return the question file of a split (train, dev or test) for a system."""
     return world / "data" / f"{'given_' if system in GIVEN else ''}{split}.jsonl"
 
 
@@ -115,8 +115,11 @@ def base_folder(world: Path, base: str, seed: int) -> str:
 
 
 def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
-    """Return the files of the world that a system reads, as overrides of a recipe: an index to search, or questions
-    that bring their passages, shown as this base knows them; and the judge, where its reward asks one."""
+    """Return recipe overrides for the files of the world that a system reads.
+
+    These are the questions, with an index to search or with passages in the base's format, and the judge if the reward
+    calls one.
+    """
     data = [f"data.{split}={world_questions(world, system, split)}" for split in ("train", "dev")]
     if system in GIVEN:
         return [*data, f'retrieval.passage_format="{BASES[base].passage_format}"']
@@ -124,25 +127,25 @@ def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
     return [*data, f"retrieval.index={world / 'index'}", *judge]
 
 
-# The demo. recipes/demo has what is special to it, recipes/smollm2 what is special to that of a real model.
+# The demo. recipes/demo has the settings of the demo, recipes/smollm2 those of the demo of a real model.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
-    """What a demo was begun with. model: folder of a pretrained model, which learns to read; None: one with random
-    weights, of this family, which learns to search. questions: a file of them with passages in place of the world's
-    articles."""
+    """The options that a demo was started with. model: folder of a pretrained model, which learns to read; None: a
+    model of `family` with random weights, which learns to search. questions: file of questions with passages, in place
+    of the world's articles."""
 
     seed: int = 0
     set: tuple[str, ...] = ()
     model: str | None = None
     questions: str | None = None
-    family: str | None = None  # of DEMO_CONFIGS; None: the first
-    dtype: str | None = None  # in which the pretrained model computes; None: to be chosen by the processor
+    family: str | None = None  # a key of DEMO_CONFIGS; None: the first
+    dtype: str | None = None  # of the pretrained model's computation; None: chosen for the processor
 
     @property
     def words(self) -> list[str]:
-        """The words of its command."""
+        """Return the options as command-line words."""
         named = [
             word
             for name in ("model", "questions", "family")
@@ -195,11 +198,12 @@ def _reading_stages(out: Path, plan: DemoPlan) -> list[list[str]]:
 
 
 def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Callable[[str], None]) -> None:
-    """Run the commands of the demo into `out`; `run` executes one command in this process, `say` prints a line.
+    """Run the commands of the demo into `out`. run: execute one command in this process. say: print a line.
 
-    Run again into the same folder it goes on: a stage whose folder is there is finished, an index resumes by itself,
-    and a training or fine-tuning by --resume. Raise UserError for a folder that is something else, that was begun with
-    another plan, or that is finished."""
+    In an existing folder, the demo continues: a stage whose folder exists is finished, an index resumes by itself, and
+    a training or fine-tuning continues with --resume. Raise UserError if the folder is something else, was started with
+    another plan, or is finished.
+    """
     plan, before = begin(out, plan)
     started = time.perf_counter()
     for arguments in stages(out, plan):
@@ -215,16 +219,18 @@ def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Calla
         run(arguments)
         _write_begun(out, plan, before + time.perf_counter() - started)
     summary = read_object(out / "grpo" / "summary.json")
-    summary.pop("metrics", None)  # the mark of a file that lies elsewhere
+    summary.pop("metrics", None)  # the digest of a file in another folder
     summary["seconds"] = before + time.perf_counter() - started
     write_object(out / "summary.json", summary)
 
 
 def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
-    """Make the demo's folder, with the questions of a file, or continue an unfinished one; return its plan with the
-    dtype in which it began, and the seconds that its finished stages took."""
+    """Create the demo's folder, or continue an unfinished one; return its plan and the seconds of its finished stages.
+
+    A new folder gets the split questions of a file. The plan has the dtype that the demo was started with.
+    """
     if plan.model is not None:
-        read_config(plan.model)  # before anything is made
+        read_config(plan.model)  # raises an error before any folder is created
         plan = replace(plan, dtype=cpu_dtype())
     file = out / BEGUN
     if not file.exists():
@@ -252,7 +258,7 @@ def _write_begun(out: Path, plan: DemoPlan, seconds: float) -> None:
 
 
 def _notes(out: Path, plan: DemoPlan) -> str:
-    """Return the paragraphs for the report's page: what was asked, and of a pretrained model its transcripts."""
+    """Return the paragraphs for the report's page: the questions and, for a pretrained model, its transcripts."""
     if plan.model is None:
         return (DEMO / "notes.md").read_text(encoding="utf-8")
     asked = f"The questions are those of {plan.questions}, {HELD_OUT} of them held out."

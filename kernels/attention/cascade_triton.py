@@ -1,11 +1,11 @@
-"""Decoding in passes: a common prefix read once for all that share it, and the merge of all parts.
+"""Decoding in passes: a common prefix is read once for all sequences that share it, then all parts are merged.
 
     o_i = sum_p 2^(e_p - e) o_p,   e = log2 sum_p 2^e_p        p over a row's parts, e_p and o_p as in decode_triton.py
 
 `_prefix_kernel` computes the parts of a common prefix for the rows of all members of a group together (Juravsky et al.
-2024, hydragen; Ye et al. 2025, cascade inference of FlashInfer): row i of its tile is row i // R % Q, under head i % R,
-of member i // (R Q). `_merge_kernel` makes a row of the output from its own parts in order, then the prefix's, found by
-`place` (-1: no group). Grids and workspace follow from shapes alone. A sequence is in one group at most.
+2024, hydragen; Ye et al. 2025, cascade inference of FlashInfer): row i of its tile is row i // R % Q, of head i % R,
+of member i // (R Q). `_merge_kernel` computes a row of the output from its own parts in order, then the prefix's, found
+by `place` (-1: no group). Grids and workspace depend only on shapes. A sequence is in at most one group.
 
 Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head, D head dimension, P blocks, S slots, G
 groups, M members (docs/notation.md).
@@ -81,7 +81,7 @@ def _prefix_kernel(
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # Groups that exist are the first: their programs start first, and those without work end behind them.
+    # Groups that exist come first: their programs start first, and those without work end after them.
     tiles = tl.cdiv(members * queries * PER_KV, ROWS)
     g = (tl.program_id(2) // tiles).to(tl.int64)
     kv = tl.program_id(1)
@@ -100,7 +100,7 @@ def _prefix_kernel(
     present = row < tl.load(count_ptr + b, mask=b >= 0, other=0)
     if (kv == 0) & (split == 0):
         tl.store(place_ptr + b, g.to(tl.int32) * members + member, mask=(b >= 0) & (i % (PER_KV * queries) == 0))
-    if tl.max(present.to(tl.int32), 0) == 0:  # of 16 places for members a group of 8 fills one tile of two
+    if tl.max(present.to(tl.int32), 0) == 0:  # with 16 places for members, a group of 8 fills one tile of two
         return
 
     depth = tl.arange(0, WIDTH)
@@ -135,7 +135,7 @@ def _add_parts(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """(highest, total, o) with these parts, PARTS at a time."""
+    """Return (highest, total, o) updated with these parts, PARTS at a time."""
     depth = tl.arange(0, WIDTH)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -160,7 +160,7 @@ _MERGE_SIZES = ["sequences", "queries", "parts", "groups", "members", "prefix_pa
 def _merge_kernel(
     o_ptr,  # [parts, B, K, Q x R, D] fp32
     lse_ptr,  # [parts, B, K, Q x R] fp32
-    prefix_o_ptr,  # [prefix parts, G, K, M x Q x R, D] fp32, read where PREFIX
+    prefix_o_ptr,  # [prefix parts, G, K, M x Q x R, D] fp32, read if PREFIX
     prefix_lse_ptr,  # [prefix parts, G, K, M x Q x R] fp32
     place_ptr,  # [B] int32: group x M + member, -1 for none
     count_ptr,  # [B] int32
@@ -207,14 +207,14 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PassParts:
-    """Parts of one pass: o [splits, .., D] fp32, not normalised to each other yet, and lse, the same without D."""
+    """Parts of one pass, not merged: o [splits, .., D] fp32, and lse, the same without D."""
 
     o: Tensor
     lse: Tensor
 
 
 def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows, splits: int | None) -> Tensor:
-    """`decode_attention` of paged_cuda.py, which has checked what comes here."""
+    """Compute `decode_attention` of paged_cuda.py, which has checked the arguments."""
     (B, Q, N, D), (K, S) = q_BQND.shape, k_PKSD.shape[1:3]
     (sms, _), prefix = gpu(q_BQND.device), rows.prefix
     own_splits = splits or decode_splits(B, K, rows.table_BP.shape[1] * S, sms)
@@ -257,7 +257,7 @@ def _launch_prefix(
     parts: PassParts,
     place_B: Tensor,
 ) -> None:
-    """After `launch_decode`, which says of every sequence that it has no place."""
+    """Launch `_prefix_kernel`, after `launch_decode`, which sets the place of every sequence to -1."""
     Q, K, (G, M) = q_BQND.shape[1], k_PKSD.shape[1], prefix.members_GM.shape
     splits, rows_of_group = parts.o.shape[0], parts.o.shape[3]
     tiling = prefix_tiling(is_exact(q_BQND))
@@ -286,9 +286,9 @@ def _launch_prefix(
 def _launch_merge(
     own: PassParts, shared: tuple[PassParts, Tensor, int] | None, rows: DecodeRows, out_BQND: Tensor
 ) -> None:
-    """shared: a prefix pass's parts, places, and members of a group."""
+    """Launch `_merge_kernel`. shared: a prefix pass's parts, places, and members of a group."""
     (B, Q, N, D), (splits, _, K, _, _) = out_BQND.shape, own.o.shape
-    # Where there is no prefix nothing of it is read; any pointer does.
+    # Without a prefix, its arguments are not read; any pointer will do.
     prefix, place_B, members = (own, rows.count_B, 1) if shared is None else shared
     constants = model_constants(N, K, D, MODEL_SLOTS)
     at_once = min(MERGED, triton.next_power_of_2(max(splits, prefix.o.shape[0])))
@@ -317,12 +317,12 @@ def _launch_merge(
 
 
 def _merge_warps(parts: int, width: int) -> int:
-    """So many that a thread loads 16 numbers at a time, or fewer."""
+    """Return the number of warps with which a thread loads at most 16 numbers at a time; at most 4."""
     return max(1, min(4, parts * width // 512))
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launchers above ask for at the models' shapes."""
+    """Return the specialisations that the launchers above request at the models' shapes."""
     prefix = [_prefix_specialisation(*model) for model in MODELS]
     merge = [_merge_specialisation(*model, parts) for model, parts in ((MODELS[0], 2), (MODELS[1], 2), (MODELS[1], 16))]
     return (*prefix, _prefix_specialisation(128, 6, 2, "fp32"), *merge)

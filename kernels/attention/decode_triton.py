@@ -1,12 +1,12 @@
-"""Attention of few new rows a sequence to a cache in blocks: keys are read once, and in parts.
+"""Attention of few new rows per sequence to a cache in blocks: keys are read once, and in parts.
 
     z_ij = (log2 e / sqrt(D)) q_i . k_j                    so that softmax is 2^z / sum 2^z
-    part p of the keys leaves   e_p = log2 sum_{j in p} 2^z_ij,   o_p = sum_{j in p} 2^(z_ij - e_p) v_j
+    part p of the keys gives    e_p = log2 sum_{j in p} 2^z_ij,   o_p = sum_{j in p} 2^(z_ij - e_p) v_j
     o_i = sum_p 2^(e_p - e) o_p,   e = log2 sum_p 2^e_p    (cascade_triton.py, in a fixed order)
 
-Within a part keys come in blocks of `KEYS`, with a running maximum and a rescaled sum (Milakov & Gimelshein 2018,
-algorithm 3; Dao et al. 2022, algorithm 1); that parts merge so is Dao et al. 2023's flash decoding. A program computes
-one part of one sequence's keys for all query rows of one KV head: row i of its tile is new row i // R under head i % R.
+Within a part, keys are read in blocks of `KEYS`, with a running maximum and a rescaled sum (Milakov & Gimelshein 2018,
+algorithm 3; Dao et al. 2022, algorithm 1); merging parts is the flash decoding of Dao et al. 2023. A program computes
+one part of one sequence's keys for all query rows of one KV head: row i of its tile is new row i // R of head i % R.
 With one part the program writes the output itself. A part without keys has e = -inf, and its o is not read.
 
 Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head, D head dimension, P blocks, S slots
@@ -38,7 +38,7 @@ MODEL_SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class KeyTiling:
-    """A program has so many query rows, and reads so many keys at a time."""
+    """Tile of a program: its query rows, and the keys that it reads at a time."""
 
     rows: int
     keys: int
@@ -46,19 +46,20 @@ class KeyTiling:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """Return the options of a launch."""
         return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Exact products take registers and time; it is the largest that fits D 128 on both GPUs. Not for speed.
+# Exact products need registers and time; this is the largest that fits D 128 on both GPUs. Not for speed.
 FLOAT32 = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
 
 
 def decode_tiling(exact: bool, queries: int, dim: int) -> KeyTiling:
-    """For so many rows of one KV head, in one tile up to 64. With two stages mma has one buffer, which is refilled when
-    a step has been computed: programs that start together would wait for memory together, and then compute together
-    while it idles. A third lets either go on. exact: float32. The tilings of up to 16 rows are the fastest of 31 on an
-    H200 (docs/internals/log.md)."""
+    """Return the tiling for `queries` rows of one KV head, in one tile up to 64. exact: float32.
+
+    With two stages mma has one buffer, refilled after each step: programs that start together would wait for memory
+    together, and then compute together while it idles. A third stage lets both overlap. The tilings of up to 16 rows
+    are the fastest of 31 on an H200 (docs/internals/log.md)."""
     if exact:
         return FLOAT32
     if queries <= 16:
@@ -70,11 +71,11 @@ def decode_tiling(exact: bool, queries: int, dim: int) -> KeyTiling:
 def _find_block(
     table_ptr,  # [P] int32
     position,  # of the first key
-    high,  # keys from here on are nowhere
+    high,  # keys from here on do not exist
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return the blocks of the next KEYS keys: one number where a block holds them all, else one for each key."""
+    """Return the blocks of the next KEYS keys: one number if one block holds them all, else one per key."""
     key = position if SLOTS % KEYS == 0 else position + tl.arange(0, KEYS)
     return tl.load(table_ptr + key // SLOTS, mask=key < high, other=0)
 
@@ -85,8 +86,8 @@ def attend_keys(
     highest,  # [ROWS] fp32: the largest z so far, -inf for none
     total,  # [ROWS] fp32: sum 2^(z - highest)
     o,  # [ROWS, WIDTH] fp32: sum 2^(z - highest) v
-    last,  # [ROWS] the last key that a row sees, where MASKED
-    low,  # where SLOTS is divisible by KEYS, so is low
+    last,  # [ROWS] the last key that a row sees, if MASKED
+    low,  # if SLOTS is divisible by KEYS, so is low
     high,
     table_ptr,  # [P] int32
     k_ptr,  # [P, SLOTS, D] of one KV head
@@ -101,19 +102,19 @@ def attend_keys(
     MASKED: tl.constexpr,  # False: every row sees all these keys, and they are a multiple of KEYS
     UPCAST: tl.constexpr,
 ):
-    """(highest, total, o) with the keys low .. high - 1."""
+    """Return (highest, total, o) updated with the keys low .. high - 1."""
     slot = tl.arange(0, KEYS)
     depth = tl.arange(0, WIDTH)
     block = _find_block(table_ptr, low, high, SLOTS, KEYS)
     for position in range(low, high, KEYS):
-        # Asked for a step ahead: were it asked for here, the pipeline's stages would go to it and not to the keys.
+        # Loaded one step ahead: otherwise the pipeline's stages would be spent on it and not on the keys.
         following = _find_block(table_ptr, position + KEYS, high, SLOTS, KEYS)
         key = position + slot
         there = key < high if MASKED else tl.full((KEYS,), True, tl.int1)
         k_there, v_there = there[None, :], there[:, None]
         if WIDTH != D:
             k_there, v_there = k_there & (depth < D)[:, None], v_there & (depth < D)[None, :]
-        if SLOTS % KEYS == 0:  # one behind the other: one pointer and constant distances
+        if SLOTS % KEYS == 0:  # contiguous keys: one pointer and constant offsets
             place = (position % SLOTS + slot) * D
             k_ptrs = k_ptr + block.to(tl.int64) * k_stride + (place[None, :] + depth[:, None])
             v_ptrs = v_ptr + block.to(tl.int64) * v_stride + (place[:, None] + depth[None, :])
@@ -128,7 +129,7 @@ def attend_keys(
         if MASKED:
             z = tl.where(key[None, :] <= last[:, None], z, float("-inf"))
         higher = tl.maximum(highest, tl.max(z, 1) * scale)
-        # A row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
+        # For a row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
         shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         shrink = tl.exp2(highest - shift)
         e = tl.exp2(z * scale - shift[:, None])
@@ -144,7 +145,7 @@ def attend_keys(
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(highest, total, o) of `attend_keys` before the first one."""
+    """Return (highest, total, o) of `attend_keys` before the first key."""
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     return highest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
@@ -156,14 +157,14 @@ def leave_part(
     highest,
     total,
     o,
-    first_at,  # of the rows under one KV head, int64
+    first_at,  # of the rows of one KV head, int64
     i,  # [ROWS] places among them
     rows,
     some,  # whether the part has keys
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A part's e_p and o_p, in the tile's own order: one pointer and its constant distances are all that it takes."""
+    """Store a part's e_p and o_p in the tile's order, which needs only one pointer and constant offsets."""
     depth = tl.arange(0, WIDTH)
     used = i < rows
     tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
@@ -173,7 +174,7 @@ def leave_part(
         tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=there)
 
 
-# Lengths, and the alignment that they give a slice, must not make a kernel be compiled anew.
+# Lengths must not cause a recompilation, neither by their value nor by the alignment of a slice of that length.
 _SIZES = ["sequences", "queries", "table_stride", "splits"]
 _DECODE_NARROW = ["table_ptr", "start_ptr", "count_ptr", "first_ptr", "lse_ptr", "place_ptr"]
 
@@ -186,10 +187,10 @@ def _decode_kernel(
     table_ptr,  # [B, P] int32
     start_ptr,  # [B] int32
     count_ptr,  # [B] int32
-    first_ptr,  # [B] int32, read where FIRST
-    o_ptr,  # [splits, B, K, Q x R, D] fp32; where DIRECT [B, Q, N, D] q's dtype
-    lse_ptr,  # [splits, B, K, Q x R] fp32: e_p; where not DIRECT
-    place_ptr,  # [B] int32, written where PREFIX: -1, until the prefix pass knows better
+    first_ptr,  # [B] int32, read if FIRST
+    o_ptr,  # [splits, B, K, Q x R, D] fp32; if DIRECT [B, Q, N, D] q's dtype
+    lse_ptr,  # [splits, B, K, Q x R] fp32: e_p; if not DIRECT
+    place_ptr,  # [B] int32, written if PREFIX: -1, until the prefix pass overwrites it
     sequences,  # B
     queries,  # Q
     table_stride,
@@ -212,7 +213,7 @@ def _decode_kernel(
     PREFIX: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # Tiles that read the same keys are neighbours: the second finds them in the cache.
+    # Tiles that read the same keys are neighbours, so the second finds them in the cache.
     tiles = tl.cdiv(queries * PER_KV, ROWS)
     b = tl.program_id(0) // tiles
     kv = tl.program_id(1)
@@ -269,10 +270,10 @@ def launch_decode(
     lse: Tensor | None,
     place_B: Tensor | None,
 ) -> None:
-    """One launch of `_decode_kernel`. lse None: o is the output itself. place_B None: nobody has a prefix."""
+    """Launch `_decode_kernel`. lse None: o is the output itself. place_B None: no sequence has a prefix."""
     (B, Q, N, D), K = q_BQND.shape, k_PKSD.shape[1]
     tiling = decode_tiling(is_exact(q_BQND), Q * N // K, D)
-    # What is neither read nor written is any pointer.
+    # An argument that is neither read nor written may be any pointer.
     first_B = rows.start_B if rows.first_B is None else rows.first_B
     _decode_kernel[(B * triton.cdiv(Q * N // K, tiling.rows), K, splits)](
         q_BQND,
@@ -298,14 +299,13 @@ def launch_decode(
 
 
 def is_exact(q: Tensor) -> bool:
-    """Return whether products use float32 arithmetic. The interpreter uses the tilings of bfloat16, so that they are
-    tested."""
+    """Return whether products use float32 arithmetic. The interpreter uses bfloat16's tilings, to test them."""
     return q.dtype == torch.float32 and not INTERPRETED
 
 
 @cache
 def gpu(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, capability: 80, 90 ..); one Hopper multiprocessor where the interpreter takes its place."""
+    """Return (multiprocessors, capability: 80, 90 ..); for the interpreter, one Hopper multiprocessor."""
     if device.type != "cuda":
         return 1, 90
     properties = torch.cuda.get_device_properties(device)
@@ -313,7 +313,7 @@ def gpu(device: torch.device) -> tuple[int, int]:
 
 
 def strides(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> tuple[int, ...]:
-    """Of a launch: q's, [.., N, D], but the last, and from block to block."""
+    """Return the strides of a launch: those of q, [.., N, D], except the last, and those between blocks."""
     return *q.stride()[:-1], k_PKSD.stride(0), v_PKSD.stride(0)
 
 
@@ -333,9 +333,10 @@ STRIDES = ("q_stride_b", "q_stride_q", "q_stride_n", "k_stride", "v_stride")
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that `launch_decode` asks for at the models' shapes: one new row a sequence, and one
-    with 2, 4 and 8 drafts, as far as their tiles differ. Three cases occur once each: the output written directly,
-    blocks shorter than KEYS, float32."""
+    """Return the specialisations that `launch_decode` requests at the models' shapes.
+
+    These are one new row per sequence, and one with 2, 4 and 8 drafts, as far as their tiles differ. Three cases occur
+    once each: the output written directly, blocks shorter than KEYS, float32."""
     models = [_specialisation(*model, queries) for model in MODELS for queries in (1, 3, 5, 9)]
     return (
         *{one.name: one for one in models}.values(),
@@ -381,7 +382,7 @@ def key_specialisation(
     strides: tuple[str, ...] = STRIDES,
     **more: Any,
 ) -> Specialisation:
-    """Of a kernel that reads keys. others: types of the arguments that not all of them have; `o_ptr` is among them."""
+    """Return the specialisation of a kernel that reads keys. others: types of the remaining arguments and `o_ptr`."""
     operands = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     return Specialisation(
         name=name,

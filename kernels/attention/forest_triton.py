@@ -1,4 +1,4 @@
-"""Attention over a forest of segments (prefix.py) in Triton, forward and backward: a launch, and two.
+"""Attention over a forest of segments (prefix.py) in Triton: forward in one launch, backward in two.
 
     z_ij = (log2 e / sqrt(D)) q_i . k_j        p_ij = 2^(z_ij - e_i) where j <= i < end[j], else 0
     e_i = log2 sum_j 2^z_ij                    o_i = sum_j p_ij v_j
@@ -6,12 +6,12 @@
     ds_ij = p_ij (do_i . v_j - do_i . o_i)     dq_i = sum_j ds_ij k_j / sqrt(D)
     dv_j = sum_i p_ij do_i                     dk_j = sum_i ds_ij q_i / sqrt(D)
 
-The softmax is computed tile of keys by tile of keys, and its backward from e alone (Dao et al. 2022, algorithms 1 and
+The softmax is computed one tile of keys at a time, and its backward from e alone (Dao et al. 2022, algorithms 1 and
 4). A program of the forward and of dq has a tile of rows of one query head, and a list of the key tiles that they see:
-first those that all its rows see whole, which take no mask, then the others. A program of dk and dv has a tile of keys
-of one KV head, whose rows are one stretch from its first key to the largest end, under all heads of the group. Sums
-have one order: no atomics. Lists are made on the host once a forest, and sent in one copy; the longest work starts
-first.
+first those that all its rows see whole, which need no mask, then the others. A program of dk and dv has a tile of keys
+of one KV head. Its rows are contiguous, from its first key to the largest end, for all heads of the group. Sums have a
+fixed order, without atomics. Lists are made on the host once per forest and copied to the device in one transfer; the
+longest programs start first.
 
 Axes: T packed tokens, N query heads, K KV heads, D head dimension (docs/notation.md).
 """
@@ -44,7 +44,7 @@ MOST_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
-    """Of the three kernels."""
+    """Tilings of the three kernels."""
 
     forward: KeyTiling
     dq: KeyTiling
@@ -53,7 +53,7 @@ class Tilings:
 
 @dataclass(frozen=True, slots=True)
 class ForestLists:
-    """Of one forest under one `Tilings`, on the device, int32.
+    """Lists of one forest for one `Tilings`, on the device, int32.
 
     end_T: row i sees key j if j <= i < end_T[j]. forward and dq: for each tile of rows (its number, and where in
     `*_tiles` its list begins, its whole tiles end, all end), and the numbers of key tiles. dkv: for each tile of keys
@@ -70,7 +70,7 @@ class ForestLists:
 
 
 def make_lists(lengths: Sequence[int], ends: Sequence[int], tilings: Tilings, device: torch.device) -> ForestLists:
-    """lengths and ends: of a forest's segments."""
+    """Make the lists of a forest. lengths and ends: of its segments."""
     end_T = np.repeat(np.array(ends, np.int32), lengths)
     of_forward = key_lists(end_T, tilings.forward)
     of_dq = of_forward
@@ -85,11 +85,12 @@ def make_lists(lengths: Sequence[int], ends: Sequence[int], tilings: Tilings, de
 
 
 def key_lists(end_T: Ints, tiling: KeyTiling) -> tuple[Ints, Ints]:
-    """(for each tile of rows its number and where in the second its key tiles begin, the whole ones end, all end; the
-    numbers of key tiles)."""
+    """Return (spans of each tile of rows, numbers of key tiles).
+
+    A span is the tile's number, and where in the second its key tiles begin, the whole ones end, and all end."""
     T, rows = len(end_T), tiling.rows
     first_key, lowest, highest = _key_tiles(end_T, tiling.keys)
-    # The rows that see any of some neighbouring keys are one stretch: each key is seen by its own row.
+    # The rows that see any of some adjacent keys are contiguous, because each key is seen by its own row.
     first, stop = first_key // rows, -(-highest // rows)
     seen = stop - first
     key_tile = np.repeat(np.arange(len(seen)), seen)
@@ -105,8 +106,9 @@ def key_lists(end_T: Ints, tiling: KeyTiling) -> tuple[Ints, Ints]:
 
 
 def row_spans(end_T: Ints, tiling: KeyTiling) -> Ints:
-    """For each tile of keys its number, and of the tiles of rows that see any of it the first, the first and the last
-    + 1 of those that see it whole, and the last + 1."""
+    """Return for each tile of keys its number and the range of tiles of rows that see any of it.
+
+    The range is the first, the first and the last + 1 of those that see it whole, and the last + 1."""
     key, lowest, highest = _key_tiles(end_T, tiling.keys)
     first, stop = key // tiling.rows, -(-highest // tiling.rows)
     whole, whole_stop = -(-(key + tiling.keys - 1) // tiling.rows), lowest // tiling.rows
@@ -117,7 +119,7 @@ def row_spans(end_T: Ints, tiling: KeyTiling) -> Ints:
 
 
 def _key_tiles(end_T: Ints, keys: int) -> tuple[NDArray[np.int64], Ints, Ints]:
-    """(first key, least end, largest end) of each tile; one that T cuts is seen whole by nobody: 0."""
+    """Return (first key, least end, largest end) of each tile; least end 0 if T cuts it: no row sees it whole."""
     key = np.arange(0, len(end_T), keys)
     lowest, highest = np.minimum.reduceat(end_T, key), np.maximum.reduceat(end_T, key)
     if len(end_T) % keys:
@@ -139,10 +141,10 @@ def _load_rows(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    CUT: tl.constexpr,  # whether rows may lie behind T
+    CUT: tl.constexpr,  # whether rows may be beyond T
     UPCAST: tl.constexpr,
 ):
-    """[ROWS, WIDTH], zeros where there is nothing."""
+    """Load [ROWS, WIDTH], with zeros out of range."""
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, WIDTH)
     x_ptrs = x_ptr + first.to(tl.int64) * stride + (row[:, None] * stride + depth[None, :])
@@ -199,10 +201,10 @@ def _attend(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """(highest, total, o) with the keys of these tiles."""
+    """Return (highest, total, o) updated with the keys of these tiles."""
     tile = tl.load(tiles_ptr + low, mask=low < high, other=0)
     for at in range(low, high):
-        # Asked for a step ahead: were it asked for here, the pipeline's stages would go to it and not to the keys.
+        # Loaded one step ahead: otherwise the pipeline's stages would be spent on it and not on the keys.
         following = tl.load(tiles_ptr + at + 1, mask=at + 1 < high, other=0)
         k = _load_rows(k_ptr, tile * KEYS, k_stride_t, T, D, WIDTH, KEYS, MASKED, UPCAST)
         z = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -211,7 +213,7 @@ def _attend(
             end = tl.load(end_ptr + key, mask=key < T, other=0)
             z = tl.where((key[None, :] <= row[:, None]) & (row[:, None] < end[None, :]), z, float("-inf"))
         higher = tl.maximum(highest, tl.max(z, 1) * scale)
-        # A row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
+        # For a row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
         shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         shrink = tl.exp2(highest - shift)
         e = tl.exp2(z * scale - shift[:, None])
@@ -248,7 +250,7 @@ def _forest_forward_kernel(
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # Heads of a group are neighbours: the second finds its keys in the cache.
+    # Heads of a group are neighbours, so the second finds its keys in the cache.
     head = tl.program_id(0)
     kv = head // per_kv
     span = spans_ptr + tl.program_id(1) * 4
@@ -266,7 +268,7 @@ def _forest_forward_kernel(
         q, highest, total, o, row, whole, high, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
         D, WIDTH, KEYS, True, UPCAST,
     )  # fmt: skip
-    total = tl.maximum(total, 1e-30)  # of a row behind T; any other one sees a key, its own at the least
+    total = tl.maximum(total, 1e-30)  # for rows beyond T; every other row sees at least its own key
     _store_rows(o_ptr + head * D, o / total[:, None], first, tl.num_programs(0) * D, T, D, WIDTH, ROWS)
     tl.store(lse_ptr + head.to(tl.int64) * T + row, highest + tl.log2(total), mask=row < T)
 
@@ -295,7 +297,7 @@ def _add_dq(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return dq with the keys of these tiles, before it is scaled."""
+    """Return dq, before it is scaled, updated with the keys of these tiles."""
     tile = tl.load(tiles_ptr + low, mask=low < high, other=0)
     for at in range(low, high):
         following = tl.load(tiles_ptr + at + 1, mask=at + 1 < high, other=0)
@@ -398,7 +400,7 @@ def _add_dkv(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return dk, before it is scaled, and dv, with these rows of all heads of the group."""
+    """Return dk, before it is scaled, and dv, updated with these rows of all heads of the group."""
     count = gap - low + high - after
     for step in range(count * per_kv):
         head = step // count
@@ -485,7 +487,9 @@ def _forest_dkv_kernel(
 
 
 def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLists) -> tuple[Tensor, Tensor]:
-    """(output like q, dense; e [N, T] float32: log2 sum 2^z, the log-sum-exp times log2 e). Last axes are dense."""
+    """Compute (output like q, dense; e [N, T] float32: log2 sum 2^z, the log-sum-exp times log2 e).
+
+    The last axes of the inputs are dense."""
     T, N, D = q_TND.shape
     out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
     lse_NT = torch.empty((N, T), dtype=torch.float32, device=q_TND.device)
@@ -508,7 +512,7 @@ def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLis
 
 
 class TritonForest(ForestKernels):
-    """As the attention of a `PrefixForest`: bfloat16 and float32, head dimensions up to MOST_DIM."""
+    """Attention of a `PrefixForest` in Triton: bfloat16 and float32, head dimensions up to MOST_DIM."""
 
     def attend(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
         tilings = forest_tilings(is_exact(q_TND), _width(q_TND.shape[2]))
@@ -583,7 +587,7 @@ def is_served(dtype: torch.dtype, dim: int) -> bool:
 
 
 def forest_tilings(exact: bool, width: int) -> Tilings:
-    """By head dimension: the fastest of an H200 up to 128; above, what spills nothing. exact: float32."""
+    """Return tilings by head dimension: the fastest on an H200 up to 128; above, without spills. exact: float32."""
     if exact:
         return Tilings(FLOAT32, FLOAT32, FLOAT32)
     if width > 128:
@@ -596,7 +600,7 @@ def forest_tilings(exact: bool, width: int) -> Tilings:
         return Tilings(
             KeyTiling(rows=64, keys=64, num_warps=4, num_stages=3),
             KeyTiling(rows=64, keys=32, num_warps=4, num_stages=3),
-            # On Hopper it reads 7 spilled registers a step, and is faster than all that do not.
+            # On Hopper it reads 7 spilled registers per step, and is faster than all tilings that do not spill.
             KeyTiling(rows=32, keys=64, num_warps=4, num_stages=3),
         )
     return Tilings(
@@ -611,7 +615,7 @@ def _width(dim: int) -> int:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of rows and heads."""
+    """Return the strides of rows and heads."""
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
@@ -620,12 +624,13 @@ def _options(q_TND: Tensor, tiling: KeyTiling) -> dict[str, Any]:
     return {"scale": LOG2_E * D**-0.5, "D": D, "WIDTH": _width(D), "UPCAST": INTERPRETED, **tiling.options()}
 
 
-# --- What is compiled
+# --- Specialisations
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launchers ask for for the models' head dimensions, one that is no power of
-    two, the largest, and float32."""
+    """Return the specialisations that the launchers request.
+
+    They cover the models' head dimensions, one that is no power of two, the largest, and float32."""
     asked = [(dim, "bf16") for dim in (64, 96, 128, 256)] + [(128, "fp32")]
     return tuple(one for of in asked for one in _specialised(*of))
 

@@ -1,11 +1,11 @@
-"""Attention of new rows to keys and values that lie in the blocks of a cache, on a CPU.
+"""Attention of new rows to keys and values in the blocks of a cache, on a CPU.
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
-A row's bits depend on its position and its own keys alone (CPU, float32). A block's scores are one product, the softmax
-goes over the whole row, a block's values are weighted in another product, and the blocks' sums are added in order. Rows
+A row's bits depend only on its position and its own keys (CPU, float32). A block's scores are one product, the softmax
+covers the whole row, a block's values are weighted in another product, and the blocks' sums are added in order. Rows
 that see the same block may share its products. This needs a BLAS in which a row of a batched product does not depend on
-the others (tiles.py; docs/design.md, "Rollout"). `paged_buckets` lays a step out, `paged_attention` computes a layer.
+the others (tiles.py; docs/design.md, "Rollout"). `paged_buckets` lays out a step, `paged_attention` computes a layer.
 
 Axes: T rows of the step, B pieces computed together, Q rows of a piece, C blocks of a piece, N query heads, K key/value
 heads, D head dimension, M rows of a block's product with one KV head, X blocks that a call multiplies, L rows of all
@@ -26,11 +26,11 @@ from thresher.kernels.attention.tiles import ROW_TILE
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-SLOT_STEP = 16  # a block's slots are a multiple of this: softmax takes another path for the rest of a row
+SLOT_STEP = 16  # a block's slots are a multiple of this: softmax uses another code path for the rest of a row
 PIECE = 64  # new rows of one sequence that share products
-SHARED_ROWS = 64  # queries of different sequences that share one
+SHARED_ROWS = 64  # queries of different sequences that share a product
 SCORE_ELEMENTS = 1 << 19  # scores held at once: 2 MiB of float32; queries and sums of values take four times as much
-# What takes a CPU about as long as a row of a matrix's product does, so many times:
+# Costs on a CPU, in multiples of the time for one row of a matrix's product:
 CALL = 200  # another call of torch's batched product
 COPY = 16  # reading or copying the matrix, a block's keys of one head
 LAUNCH = 1024  # another bucket's calls, in scores of a query to a block
@@ -40,7 +40,7 @@ LAUNCH = 1024  # another bucket's calls, in scores of a query to a block
 class Tiles:
     """One batched product: left rows [X * K, M, ..], which begin at `first`, by X blocks of the cache.
 
-    blocks: consecutive ones, which are multiplied where they lie, or (int64) those that are brought together first.
+    blocks: consecutive ones (slice), which are multiplied in place, or (int64) those that are gathered first.
     """
 
     first: int
@@ -53,14 +53,14 @@ class PagedBucket:
     """Pieces of a step that are computed together: each has Q rows, and sees at most C blocks.
 
     All index tensors are int64 and flat.
-    tiles: the products; their L rows lie one after the other, and a row of zeros behind them.
+    tiles: the products; their L rows are contiguous, followed by a row of zeros.
     query_L: the query of each row of the scores' products, row * N + head. weight_L: the weights of each row of the
-    values' products, ((b * Q + q) * N + head) * C + c. Of rows that nobody reads both are 0.
-    score_BQNC, part_CBQN: which of the L rows has a block's scores, and its sum of values; L where a piece has no such
-    block.
-    unseen_BQJ: [B, Q, J], of the last J of the C * S keys, minus infinity at those that a row does not see, else 0;
-    all others are seen.
-    out_T, take_T: rows of the step's output, and which of the B * Q go there (None: all of them).
+    values' products, ((b * Q + q) * N + head) * C + c. Both are 0 for rows that are never read.
+    score_BQNC, part_CBQN: the index among the L rows of a block's scores, and of its sum of values; L if a piece has no
+    such block.
+    unseen_BQJ: [B, Q, J], for the last J of the C * S keys: minus infinity for those that a row does not see, else 0;
+    all other keys are seen.
+    out_T, take_T: rows of the step's output, and which of the B * Q rows go there (None: all of them).
     """
 
     tiles: list[Tiles]
@@ -74,13 +74,12 @@ class PagedBucket:
 
 
 def paged_attention(q_TND: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, buckets: Sequence[PagedBucket]) -> Tensor:
-    """New rows q [T, N, D] against cached keys [P, K, D, S] and values [P, K, S, D], which already hold the new rows'
-    own -> [T, N, D].
+    """Attend new rows q [T, N, D] to cached keys [P, K, D, S] and values [P, K, S, D]; returns [T, N, D].
 
-    A row at position p sees the first p + 1 keys of its own sequence, whatever the blocks hold beyond them (as long as
-    it is finite).
+    The keys and values of the new rows are already in the cache. A row at position p sees the first p + 1 keys of its
+    own sequence. Other values in the blocks have no effect, as long as they are finite.
     """
-    # Scores and weights in float32 whatever the cache holds, as the fused kernels of training keep them.
+    # Scores and weights are float32 for any dtype of the cache, as in the fused kernels of training.
     dtype = torch.promote_types(q_TND.dtype, torch.float32)
     queries = (q_TND.to(dtype) * q_TND.shape[2] ** -0.5).flatten(0, 1)
     out_TND = torch.zeros_like(q_TND)  # rows of no bucket pad the batch
@@ -91,7 +90,7 @@ def paged_attention(q_TND: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, buckets: Sequ
 
 
 def _attend(queries: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, bucket: PagedBucket, heads: int) -> Tensor:
-    """A bucket's rows [B * Q, N, D]; queries: [T * N, D], scaled."""
+    """Compute a bucket's rows [B * Q, N, D]; queries: [T * N, D], scaled."""
     slots, dim = v_PKSD.shape[2:]
     pieces, rows, keys = bucket.unseen_BQJ.shape
     scores = _multiply(queries.index_select(0, bucket.query_L), k_PKDS, bucket.tiles)
@@ -102,12 +101,12 @@ def _attend(queries: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, bucket: PagedBucket
     parts = sums.index_select(0, bucket.part_CBQN).view(-1, pieces * rows, heads, dim).unbind()
     o = parts[0]
     for part in parts[1:]:
-        o = o + part  # torch.sum's order depends on how many there are
+        o = o + part  # the order of torch.sum depends on the number of terms
     return o
 
 
 def _multiply(left: Tensor, cache: Tensor, tiles: Sequence[Tiles]) -> Tensor:
-    """Rows [L, I], each by a block's matrix [I, O] of the cache [P, K, I, O] -> [L + 1, O], the last row zeros."""
+    """Multiply rows [L, I] by blocks' matrices [I, O] of the cache [P, K, I, O]: [L + 1, O], the last row zeros."""
     inner, outer = cache.shape[2:]
     out = left.new_empty(len(left) + 1, outer)
     out[-1] = 0
@@ -134,8 +133,9 @@ class QueryRuns:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of the model and the cache that a layout needs. slots: of a block. row_tile: the rows of a product are
-    filled up to a multiple of it (tiles.py)."""
+    """Sizes of the model and the cache that a layout needs.
+
+    slots: of a block. row_tile: the rows of a product are padded to a multiple of it (tiles.py)."""
 
     heads: int
     kv_heads: int
@@ -144,17 +144,17 @@ class CacheShape:
 
     @property
     def per_kv(self) -> int:
-        """Query heads of a KV head."""
+        """Return the number of query heads of a KV head."""
         return self.heads // self.kv_heads
 
 
 def paged_buckets(
     table_BP: Ints, runs: QueryRuns, shape: CacheShape, device: torch.device, *, share: bool = True
 ) -> list[PagedBucket]:
-    """Lay out a step's new rows, `runs`, one a sequence, of any length; their rows lie one after the other.
+    """Lay out a step's new rows: `runs`, one per sequence, of any length, whose rows are contiguous.
 
     table_BP: each sequence's blocks in order. share: rows of different sequences share the products of a block that
-    several of them hold.
+    several of them have.
     """
     pieces = _cut(runs)
     blocks_N = (pieces.start_N + pieces.count_N - 1) // shape.slots + 1
@@ -163,13 +163,13 @@ def paged_buckets(
 
 
 def places(count_N: Ints) -> Ints:
-    """0 .. count - 1 for each count, one after the other."""
+    """Return 0 .. count - 1 for each count, concatenated."""
     ends_N = np.cumsum(count_N)
     return np.arange(int(ends_N[-1]) if len(ends_N) else 0) - np.repeat(ends_N - count_N, count_N)
 
 
 def _cut(runs: QueryRuns) -> QueryRuns:
-    """Runs longer than PIECE in stretches of that."""
+    """Split runs longer than PIECE into pieces of that length."""
     if runs.count_N.max(initial=0) <= PIECE:
         return runs
     parts_N = -(-runs.count_N // PIECE)
@@ -180,8 +180,10 @@ def _cut(runs: QueryRuns) -> QueryRuns:
 
 
 def _alike(count_N: Ints, blocks_N: Ints, shape: CacheShape) -> Iterator[Ints]:
-    """Return groups of pieces to compute together: of like numbers of rows and of blocks, since both are padded to the
-    largest. Padding costs time, and so does another bucket."""
+    """Yield groups of pieces to compute together.
+
+    They have similar numbers of rows and of blocks, because both are padded to the largest. Padding and a further
+    bucket both cost time."""
     size_N = np.frexp(count_N - 1)[1]  # 1, 2, 3 to 4, 5 to 8 .. rows
     order = np.lexsort((blocks_N, size_N))
     size_N, blocks_N, count_N = size_N[order], blocks_N[order], count_N[order]
@@ -205,7 +207,7 @@ def _bucket(
     block_I = table_BP[pieces.table_N, :columns][there_BC]
     tiles, count, first_I, rows_I = _tile(block_I, rows * shape.per_kv, shape, device, share)
 
-    # Where the products' rows of each query and block lie.
+    # Places of the products' rows of each query and block.
     first_BC, rows_BC = np.full(there_BC.shape, count), np.zeros(there_BC.shape, np.int64)
     first_BC[there_BC], rows_BC[there_BC] = first_I, rows_I
     kv_N, within_N = np.divmod(np.arange(shape.heads), shape.per_kv)
@@ -234,21 +236,23 @@ def _bucket(
 def _tile(
     block_I: Ints, queries: int, shape: CacheShape, device: torch.device, share: bool
 ) -> tuple[list[Tiles], int, Ints, Ints]:
-    """Lay out products of blocks with so many queries to a KV head each. Return them, their number of rows, and for
-    each of block_I the first of its rows with the first KV head, and how much further those with the next head lie."""
+    """Lay out products of blocks with `queries` queries per KV head each.
+
+    Return them, their number of rows, and for each of block_I its first row of the first KV head and the distance to
+    the rows of the next head."""
     tiles: list[Tiles] = []
     count, first_I, rows_I = 0, np.empty_like(block_I), np.empty_like(block_I)
     order_I = np.argsort(block_I, kind="stable")
     block_I = block_I[order_I]
     _, members_X = np.unique(block_I, return_counts=True)
-    number_I = places(members_X)  # of those that see a block
+    number_I = places(members_X)  # among the pieces that see a block
     at_once = SHARED_ROWS // queries if share else 1
     shared_I = np.repeat(members_X > 1, members_X) & (at_once > 1)
-    apart = int(block_I[-1]) + CALL + 2  # no two blocks of different rounds are near
+    apart = int(block_I[-1]) + CALL + 2  # so that blocks of different rounds are never close
     for chosen_I, most in (~shared_I, 1), (shared_I, min(at_once, int(members_X.max()))):
         if not chosen_I.any():
             continue
-        # A tile is a block with up to `most` of those that see it; further ones are in the next round.
+        # A tile is a block with up to `most` of the pieces that see it; further ones are in the next round.
         rows = -(-most * queries // shape.row_tile) * shape.row_tile
         round_I, within_I = np.divmod(number_I[chosen_I], most)
         key_W, tile_I = np.unique(round_I * apart + block_I[chosen_I], return_inverse=True)
@@ -264,9 +268,10 @@ def _tile(
 def _calls(
     key_W: Ints, apart: int, rows: int, first: int, shape: CacheShape, device: torch.device
 ) -> tuple[list[Tiles], Ints, int]:
-    """Return the calls that multiply tiles' blocks, key_W % apart, in this order, the place of each tile among all
-    blocks that are multiplied, and their number. Blocks that lie between others are multiplied in vain where that costs
-    less than another call, and brought together where both cost more than a copy."""
+    """Lay out the calls that multiply the tiles' blocks, key_W % apart, in this order.
+
+    Return them, the place of each tile among all multiplied blocks, and the number of these. Unused blocks in between
+    are multiplied if that costs less than another call; all are gathered if both cost more than a copy."""
     matrix = shape.kv_heads * (rows + COPY)
     begins_W = np.append(True, np.diff(key_W) - 1 > CALL / matrix)
     begin_G = np.flatnonzero(begins_W)
@@ -274,7 +279,7 @@ def _calls(
     vain = int(size_G.sum()) - len(key_W)
     if (len(start_G) - 1) * CALL + vain * matrix > len(key_W) * shape.kv_heads * COPY:
         return [Tiles(first, rows, torch.from_numpy(key_W % apart).to(device))], np.arange(len(key_W)), len(key_W)
-    if shape.kv_heads == 1:  # torch hands a lone matrix to another routine than a batch, with other last bits
+    if shape.kv_heads == 1:  # torch multiplies a single matrix by another routine than a batch, with other last bits
         start_G, size_G = start_G - (size_G == 1), np.maximum(size_G, 2)
     before_G = np.cumsum(size_G) - size_G
     place_W = key_W + (before_G - start_G)[np.cumsum(begins_W) - 1]

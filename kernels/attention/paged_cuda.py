@@ -2,10 +2,10 @@
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
-`decode_attention` takes few rows a sequence (decode_triton.py), `prefill_attention` runs of many (prefill_triton.py).
+`decode_attention` takes few rows per sequence (decode_triton.py), `prefill_attention` runs of many (prefill_triton.py).
 CUDA tensors, and all tensors in Triton's interpreter, go to Triton; others to `reference_cached_attention`. k and v of
-a layer are [P, K, S, D], the inner three axes contiguous. A slot that no row sees may hold anything, NaN included. A
-row's bits may depend on its batch; paged_cpu.py's do not.
+a layer are [P, K, S, D], the inner three axes contiguous. A slot that no row sees may have any value, also NaN. A
+row's bits may depend on its batch; those of paged_cpu.py do not.
 
 Axes: T rows of all runs, B sequences, Q rows of a sequence, N query heads (and runs, in PrefillRows), K key/value
 heads, R query heads of a KV head, D head dimension, P blocks, S slots of a block, J keys, G and M as in rows.py
@@ -26,12 +26,12 @@ SLOT_STEP = 16
 def decode_attention(
     q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows, *, splits: int | None = None
 ) -> Tensor:
-    """Few new rows of each sequence -> o [B, Q, N, D], contiguous, in q's dtype; rows beyond a count are zeros.
+    """Attend few new rows of each sequence to the cache: o [B, Q, N, D], contiguous, in q's dtype.
 
-    q_BQND: the cache's dtype, any strides but the last axis contiguous. splits: parts of a sequence's own keys, and
-    of a prefix's; None: `decode_splits` and `prefix_splits`. Raises ValueError for shapes, dtypes, strides and devices
-    that do not go together. No value is read from the device: with static tensors the call can be captured in a CUDA
-    graph.
+    Rows beyond a count are zeros. q_BQND: the cache's dtype, any strides but the last axis contiguous. splits: parts of
+    a sequence's own keys, and of a prefix's; None: `decode_splits` and `prefix_splits`. Raises ValueError for shapes,
+    dtypes, strides and devices that do not match. No value is read from the device: with static tensors the call can
+    be captured in a CUDA graph.
     """
     B, Q = q_BQND.shape[:2] if q_BQND.dim() == 4 else (0, 0)
     _check_cache("q_BQND", 4, q_BQND, k_PKSD, v_PKSD)
@@ -53,14 +53,14 @@ def decode_attention(
     if not B * Q:
         return q_BQND.new_zeros(q_BQND.shape)
     if _runs_triton(q_BQND):
-        from thresher.kernels.attention.cascade_triton import triton_decode  # triton is there only where it can be used
+        from thresher.kernels.attention.cascade_triton import triton_decode  # triton is not installed everywhere
 
         return triton_decode(q_BQND, k_PKSD, v_PKSD, rows, splits)
     return _reference_decode(q_BQND, k_PKSD, v_PKSD, rows)
 
 
 def prefill_attention(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillRows) -> Tensor:
-    """Runs of new rows over history -> o [T, N, D], contiguous, in q's dtype; rows of no run are zeros.
+    """Attend runs of new rows to the cache: o [T, N, D], contiguous, in q's dtype; rows of no run are zeros.
 
     Row i of a run sees keys 0 .. start + i of its sequence; the new ones are already written. Otherwise as
     `decode_attention`.
@@ -84,8 +84,9 @@ def prefill_attention(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Prefi
 
 
 def reference_cached_attention(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows | PrefillRows) -> Tensor:
-    """Compute `decode_attention` (q [B, Q, N, D]) or `prefill_attention` (q [T, N, D]) in plain torch. Scores and
-    weights are float32, or float64 where the inputs are."""
+    """Compute `decode_attention` (q [B, Q, N, D]) or `prefill_attention` (q [T, N, D]) in plain torch.
+
+    Scores and weights are float32, or float64 for float64 inputs."""
     if isinstance(rows, PrefillRows):
         return _reference_prefill(q, k_PKSD, v_PKSD, rows)
     return _reference_decode(q, k_PKSD, v_PKSD, rows)
@@ -114,9 +115,9 @@ def _reference_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Deco
 
 
 def _prefix_of_each(prefix: SharedPrefix, sequences: int) -> tuple[Tensor, Tensor]:
-    """table_BP and length_B of every sequence's prefix; length 0 for those in no group."""
+    """Return table_BP and length_B of every sequence's prefix; length 0 for those in no group."""
     groups, members = prefix.members_GM.shape
-    # One sequence and one group more: where filling points to, and what those without a group have.
+    # One additional sequence, the target of padding, and one additional group, of the sequences without a group.
     exists_GM = (prefix.members_GM >= 0) & (prefix.length_G > 0)[:, None]
     number_GM = torch.where(exists_GM, prefix.members_GM, sequences).long()
     group_B = number_GM.new_full((sequences + 1,), groups)
@@ -129,7 +130,7 @@ def _prefix_of_each(prefix: SharedPrefix, sequences: int) -> tuple[Tensor, Tenso
 
 def _reference_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillRows) -> Tensor:
     T, S = q_TND.shape[0], k_PKSD.shape[2]
-    out_TND = q_TND.new_zeros(T + 1, *q_TND.shape[1:])  # the last row takes what is no row of the run
+    out_TND = q_TND.new_zeros(T + 1, *q_TND.shape[1:])  # the last row receives rows beyond a run
     i_Q = torch.arange(rows.longest, device=q_TND.device)
     key_J = torch.arange(rows.table_NP.shape[1] * S, device=q_TND.device)
     for run in range(rows.row_N.shape[0]):
@@ -144,7 +145,7 @@ def _reference_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Pref
 
 
 def _keys(cache_PKSD: Tensor, table_BP: Tensor, used_BJ: Tensor) -> Tensor:
-    """The keys or values of each table, [B, J, K, D]; zeros where they are not used."""
+    """Gather the keys or values of each table, [B, J, K, D], with zeros where they are not used."""
     (B, P), (_, K, S, D) = table_BP.shape, cache_PKSD.shape
     block_BP = torch.where(used_BJ.view(B, P, S).any(2), table_BP, 0).long()
     cache_BJKD = cache_PKSD[block_BP].transpose(2, 3).reshape(B, P * S, K, D)
@@ -152,7 +153,7 @@ def _keys(cache_PKSD: Tensor, table_BP: Tensor, used_BJ: Tensor) -> Tensor:
 
 
 def _attend(q_BQND: Tensor, k_BJKD: Tensor, v_BJKD: Tensor, seen_BQJ: Tensor) -> Tensor:
-    """The formula; zeros for a row that sees no key."""
+    """Compute the formula above; zeros for a row that sees no key."""
     dtype = torch.promote_types(q_BQND.dtype, torch.float32)
     (B, Q, N, D), K = q_BQND.shape, k_BJKD.shape[2]
     q_BQKRD = q_BQND.to(dtype).reshape(B, Q, K, N // K, D) * D**-0.5
@@ -164,7 +165,7 @@ def _attend(q_BQND: Tensor, k_BJKD: Tensor, v_BJKD: Tensor, seen_BQJ: Tensor) ->
 
 
 def _runs_triton(q: Tensor) -> bool:
-    """On CUDA, and wherever Triton interprets its kernels; float64 is the reference's alone."""
+    """Return whether to run Triton: on CUDA, or if Triton interprets its kernels; never for float64."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     return (q.is_cuda or interpreted) and q.dtype != torch.float64
 
@@ -194,7 +195,7 @@ def _check_cache(name: str, axes: int, q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor
 
 
 def _check_rows(q: Tensor, **wanted: tuple[Tensor, tuple[int | None, ...]]) -> None:
-    """Each tensor is int32, its last axis contiguous, on q's device, and of its shape (None: any length)."""
+    """Check that each tensor is int32, on q's device, of its shape (None: any length), with a contiguous last axis."""
     for name, (tensor, shape) in wanted.items():
         fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
         dense = tensor.dim() > 0 and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)

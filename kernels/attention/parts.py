@@ -2,9 +2,9 @@
 
     o = sum_j e^(s[i, j] - lse[i]) v[j]     lse[i] = log sum_j e^s[i, j]     s = q k / sqrt(D)     j: keys of the part
 
-prefix.py puts parts together. Its backward hands each part the output and lse of all, with which p = e^(s - lse) and
-ds = p (do . v[j] - do . o) are those of the whole softmax. Here are the two that compute parts on a CPU: torch's flash
-attention, and products, which run anywhere and are the first one's oracle. On CUDA a library does (backends/parts.py).
+prefix.py combines parts. Its backward gives each part the merged output and lse, with which p = e^(s - lse) and
+ds = p (do . v[j] - do . o) are those of the whole softmax. This file computes parts on a CPU in two ways: by torch's
+flash attention, and by products, which run anywhere and are its oracle. On CUDA a library does (backends/parts.py).
 
 Axes: T packed tokens, B sequences of one length, Q their positions, N query heads, K key/value heads, D head dimension
 (docs/notation.md).
@@ -20,15 +20,15 @@ from torch import Tensor
 
 V = TypeVar("V")
 Run = tuple[int, int]  # rows [start, stop) of the packed tokens
-PADDED_AT_MOST = 0.75  # runs are padded to one length if the shortest is at least so much of it
-SCORES = 1 << 20  # that the products hold at once
+PADDED_AT_MOST = 0.75  # runs are padded to one length if the shortest is at least this share of it
+SCORES = 1 << 20  # scores that the products hold at once
 
 
 class SegmentPairs:
-    """Runs of query rows, each against one run of keys: causal, both the same run, or every key.
+    """Runs of query rows, each against one run of keys: causal, if both are the same run, or every key.
 
-    lengths_q, lengths_k: of the runs, in the order packed. rows, keys: where they lie among T packed tokens, a slice
-    where that is one stretch, else [n] int64.
+    lengths_q, lengths_k: of the runs, in the order packed. rows, keys: their indices among T packed tokens, a slice
+    if they are contiguous, else [n] int64.
     """
 
     def __init__(self, queries: Sequence[Run], keys: Sequence[Run], causal: bool, device: torch.device) -> None:
@@ -38,8 +38,7 @@ class SegmentPairs:
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], V]) -> V:
-        """Return what `make` returned for `name`. The first layer that asks calls `make`; later ones get the same
-        object."""
+        """Return the result of `make` for `name`. The first layer calls `make`; later ones get the same object."""
         if name not in self._made:
             with torch.inference_mode(False):
                 self._made[name] = make()
@@ -48,7 +47,7 @@ class SegmentPairs:
 
     @property
     def cu_q(self) -> Tensor:
-        """[B + 1] int32: where each run of queries begins, and their number."""
+        """Return where each run of queries begins, and their number: [B + 1] int32."""
         return self.once("cu_q", lambda: _cumulated(self.lengths_q, self.device))
 
     @property
@@ -57,12 +56,12 @@ class SegmentPairs:
 
 
 class AttentionWithLSE(Protocol):
-    """Attention of the query rows of a part to its keys, and its backward where these are only some of the keys."""
+    """Attention of the query rows of a part to its keys, and its backward if these are only some of the keys."""
 
     by_level: bool  # one call for all segments with as many ancestors, else one for each
 
     def forward(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, part: SegmentPairs, /) -> tuple[Tensor, Tensor]:
-        """The part's rows of q, keys and values -> its output like q, and lse [T, N], float32 or wider."""
+        """Compute a part's output, like q, and lse [T, N], float32 or wider, from its rows of q, keys and values."""
         ...
 
     def backward(
@@ -76,12 +75,12 @@ class AttentionWithLSE(Protocol):
         part: SegmentPairs,
         /,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this part; out and lse are the merged ones."""
+        """Compute (dq, dk, dv) of this part; out and lse are the merged ones."""
         ...
 
 
 class MatmulAttention:
-    """Parts as plain products, at most SCORES scores at once, in float32 or wider: for any device and dtype."""
+    """Parts by plain products, at most SCORES scores at once, in float32 or wider, for any device and dtype."""
 
     by_level = False
 
@@ -122,7 +121,7 @@ class MatmulAttention:
         return dq_TND, dk_TKD, dv_TKD
 
     def _blocks(self, q_TND: Tensor, k_TKD: Tensor, part: SegmentPairs) -> Iterator[tuple[slice, slice]]:
-        """Some rows of a pair, and the keys that they see."""
+        """Yield some rows of a pair, and the keys that they see."""
         at_q = at_k = 0
         for count, keys in zip(part.lengths_q, part.lengths_k, strict=True):
             rows = max(1, SCORES // (q_TND.shape[1] * keys))
@@ -132,7 +131,7 @@ class MatmulAttention:
             at_q, at_k = at_q + count, at_k + keys
 
     def _scores(self, q: Tensor, k: Tensor, part: SegmentPairs, rows: slice, keys: slice) -> Tensor:
-        """[K, rows of all its query heads, keys]; queries and keys of a causal pair are the same runs."""
+        """Compute [K, rows of all its query heads, keys]; queries and keys of a causal pair are the same runs."""
         scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
         if part.causal:
             place_q = torch.arange(rows.start, rows.stop, device=q.device).repeat(
@@ -144,14 +143,14 @@ class MatmulAttention:
 
 
 def _grouped(x_TND: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[T, N, D] -> [K, N / K * T, D]: all queries that one head of keys answers."""
+    """Reshape [T, N, D] to [K, N / K * T, D], all queries of one head of keys together."""
     count, heads, dim = x_TND.shape
     x = x_TND.to(dtype).view(count, kv_heads, heads // kv_heads, dim)
     return x.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
 
 def _ungrouped(x: Tensor, like_TND: Tensor) -> Tensor:
-    """The reverse of `_grouped`, with whatever x has in its last dimension."""
+    """Undo `_grouped`; the last dimension of x may have any size."""
     count, heads = like_TND.shape[:2]
     kv_heads = x.shape[0]
     return (
@@ -166,7 +165,7 @@ def _heads(x_TKD: Tensor, dtype: torch.dtype) -> Tensor:
 class FlashCpuAttention:
     """Parts by torch's flash attention for a CPU, which returns its log-sum-exp, and whose backward takes one.
 
-    These operators are torch's private ones: `cpu_attention` tries them before they are used.
+    These operators are private to torch: `cpu_attention` tries them before they are used.
     """
 
     by_level = False
@@ -212,7 +211,7 @@ class FlashCpuAttention:
 
 
 class _Bucket:
-    """Some causal runs of like length, padded on the right to the longest, where causality keeps the padding out."""
+    """Causal runs of similar length, padded on the right to the longest; causality excludes the padding."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.longest = max(stop - start for start, stop in runs)
@@ -225,13 +224,13 @@ class _Bucket:
         self.from_BQ = torch.cat([torch.arange(self.longest).clamp_(max=b - a - 1) + a for a, b in runs])
 
     def padded(self, x_TND: Tensor) -> Tensor:
-        """[T, N, D] -> [B, N, Q, D]; a run's last row fills it up."""
+        """Pad [T, N, D] to [B, N, Q, D] with a run's last row."""
         if self.count == 1:
             return _one(x_TND[self.start : self.start + self.longest])
         return x_TND.index_select(0, self.from_BQ).view(self.count, self.longest, *x_TND.shape[1:]).transpose(1, 2)
 
     def padded_lse(self, lse_TN: Tensor) -> Tensor:
-        """[T, N] -> [B, N, Q]; infinite in the padding, whose rows then have no probabilities and no gradient."""
+        """Pad [T, N] to [B, N, Q] with infinity, so that padding rows have no probabilities and no gradient."""
         if self.count == 1:
             return self.padded(lse_TN)
         padded = lse_TN.new_full((self.count * self.longest, lse_TN.shape[1]), torch.inf)
@@ -239,7 +238,7 @@ class _Bucket:
         return padded.view(self.count, self.longest, -1).transpose(1, 2)
 
     def store(self, into_T: Tensor, x: Tensor) -> None:
-        """Write the output of `padded` back to the rows that it came from."""
+        """Write the rows of `x`, in the layout of `padded`, back to their places in `into_T`."""
         x_BQ = x.transpose(1, 2)
         if self.count == 1:
             into_T[self.start : self.start + self.longest] = x_BQ[0]
@@ -260,18 +259,18 @@ def _buckets(part: SegmentPairs) -> list[_Bucket]:
 
 
 def _one(x_TND: Tensor) -> Tensor:
-    """[T, N, ..] as a batch of one, [1, N, T, ..], without a copy."""
+    """View [T, N, ..] as a batch of one, [1, N, T, ..]."""
     return x_TND.transpose(0, 1)[None]
 
 
 def _packed(x: Tensor) -> Tensor:
-    """The reverse of `_one`."""
+    """Undo `_one`."""
     return x[0].transpose(0, 1)
 
 
 @lru_cache
 def cpu_attention() -> AttentionWithLSE:
-    """torch's flash attention where it does on a small part what `MatmulAttention` does, else that."""
+    """Return torch's flash attention if it agrees with `MatmulAttention` on a small part, else the latter."""
     flash, plain = FlashCpuAttention(), MatmulAttention()
     with torch.inference_mode(False), torch.no_grad():
         noise = torch.Generator().manual_seed(0)

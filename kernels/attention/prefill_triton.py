@@ -1,10 +1,10 @@
-"""Attention of runs of new rows to a cache in blocks: prompts, passages, drafts, each behind a history of its own.
+"""Attention of runs of new rows to a cache in blocks: prompts, passages, drafts, each after its own history.
 
     o_i = sum_{j <= start + i} softmax_j(q_i . k_j / sqrt(D)) v_j         (Vaswani et al. 2017, equation 1)
 
-The softmax is computed block of keys by block of keys (Dao et al. 2022, algorithm 1; decode_triton.py). A program makes
-`ROWS` rows of one run under one KV head: row i is new row i // R under head i % R. It goes over the keys that all its
-rows see without a mask, then over those at the diagonal. A run's last rows, which have the most keys, start first.
+The softmax is computed one block of keys at a time (Dao et al. 2022, algorithm 1; decode_triton.py). A program computes
+`ROWS` rows of one run for one KV head: row i is new row i // R of head i % R. It processes the keys that all its rows
+see without a mask, then those at the diagonal. A run's last rows, which have the most keys, start first.
 
 Axes: T rows of all runs, N runs in `table_NP` and query heads in `q_TND`, K KV heads, R query heads of a KV head, D
 head dimension, P blocks, S slots (docs/notation.md).
@@ -34,8 +34,8 @@ from thresher.kernels.attention.decode_triton import (
 from thresher.kernels.attention.rows import KEYS, PrefillRows
 from thresher.kernels.registry import Specialisation
 
-# Two blocks of keys on their way while a third is computed with. Half as many keys where mma has to hold them in
-# registers besides 128 rows of output, which would spill.
+# Two blocks of keys are in flight while a third is used. Half as many keys where mma has to hold them in registers in
+# addition to 128 rows of output, which would spill.
 WIDE = KeyTiling(rows=128, keys=KEYS, num_warps=8, num_stages=3)
 NARROW = KeyTiling(rows=128, keys=32, num_warps=8, num_stages=3)
 _INDICES = ["table_ptr", "row_ptr", "start_ptr", "count_ptr"]
@@ -85,7 +85,7 @@ def _prefill_kernel(
         q = q.to(tl.float32)
     highest, total, o = no_keys(ROWS, WIDTH)
     last = start + row
-    # Keys that the tile's first row sees, and those that its last one does.
+    # Keys that the tile's first row sees (a multiple of KEYS), and those that its last row sees.
     full = (start + tile * ROWS // PER_KV + 1) // KEYS * KEYS
     end = start + tl.minimum((tile * ROWS + ROWS - 1) // PER_KV + 1, count)
     k_head, v_head = k_ptr + kv * SLOTS * D, v_ptr + kv * SLOTS * D
@@ -98,13 +98,13 @@ def _prefill_kernel(
         q, highest, total, o, last, full, end, table, k_head, v_head, k_stride, v_stride, scale,
         D, WIDTH, SLOTS, KEYS, True, UPCAST,
     )  # fmt: skip
-    o = o / total[:, None]  # every row sees a key, its own at the least
+    o = o / total[:, None]  # every row sees at least its own key
     o_at = (row * (KV_HEADS * PER_KV * D) + head * D)[:, None] + depth[None, :]
     tl.store(o_ptr + first_row * (KV_HEADS * PER_KV * D) + o_at, o.to(o_ptr.dtype.element_ty), mask=present)
 
 
 def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillRows) -> Tensor:
-    """`prefill_attention` of paged_cuda.py, which has checked what comes here."""
+    """Compute `prefill_attention` of paged_cuda.py, which has checked the arguments."""
     (T, N, D), (K, S) = q_TND.shape, k_PKSD.shape[1:3]
     out_TND = q_TND.new_zeros(T, N, D)
     width = model_constants(N, K, D, S)["WIDTH"]
@@ -126,15 +126,16 @@ def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillR
 
 
 def prefill_tiling(exact: bool, width: int, capability: int) -> KeyTiling:
-    """By head dimension, and by the GPU. exact: float32."""
+    """Return the tiling by head dimension and GPU. exact: float32."""
     if exact:
         return FLOAT32
     return NARROW if width > 64 and capability < 90 else WIDE
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launcher asks for at the models' shapes, plus one with blocks shorter than a
-    step and one in float32."""
+    """Return the specialisations that the launcher requests at the models' shapes.
+
+    In addition there is one with blocks shorter than a step and one in float32."""
     models = [_specialisation(*model, capability) for model in MODELS for capability in (80, 90)]
     short = [_specialisation(*MODELS[1], capability, slots=16) for capability in (80, 90)]
     return (*models, *short, *(_specialisation(*MODELS[1], capability, "fp32") for capability in (80, 90)))

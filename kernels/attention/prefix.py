@@ -1,16 +1,16 @@
-"""Causal attention over sequences that share their beginnings: a forest of segments, each packed once, differentiable.
+"""Causal attention over sequences that share prefixes: a forest of segments, each packed once, differentiable.
 
-A row sees the rows of its own segment up to itself and its ancestors' segments whole. In preorder that is one integer a
-key: row i sees key j if j <= i < end[j], where end[j] is the end of the subtree of j's segment. The softmax over all of
-a row's keys is put together from parts that have a softmax each (Dao et al. 2022, arXiv:2205.14135, section 3.1):
+A row sees the rows of its own segment up to itself and all rows of its ancestors' segments. In preorder that is one
+integer per key: row i sees key j if j <= i < end[j], where end[j] is the end of the subtree of j's segment. The softmax
+over all of a row's keys is combined from parts with a softmax each (Dao et al. 2022, arXiv:2205.14135, section 3.1):
 
     lse = log sum_p e^lse[p]        o = sum_p e^(lse[p] - lse) o[p]        p: the own segment, and each ancestor
 
-Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i]) is the whole softmax's, and
-ds = p (do . v[j] - do . o) too, so that each part yields its share of dq and its own dk, dv.
+Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i]) is that of the whole softmax, and so
+is ds = p (do . v[j] - do . o). Each part therefore gives its share of dq and its own dk, dv.
 
 A part is a `SegmentPairs`, computed by an `AttentionWithLSE`: torch on a CPU (parts.py), a library on CUDA
-(backends/parts.py). `ForestKernels` make no parts: forest_triton.py, which comes first on CUDA.
+(backends/parts.py). `ForestKernels` need no parts: forest_triton.py, the first choice on CUDA.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
@@ -30,10 +30,10 @@ from thresher.kernels.layers import rotated_heads
 
 
 class PrefixForest:
-    """Segments in preorder, each once; made once a forward. As its layout it computes every layer's attention.
+    """Segments in preorder, each once; made once per forward, whose attention it computes in every layer.
 
-    lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError where that is no preorder. positions_T [T]
-    int64: of each token in a sequence that goes through it. end_T [T] int64: row i sees key j if j <= i < end_T[j].
+    lengths[s] >= 1, T in total. parents[s] < s, or -1 of a root; ValueError if that is no preorder. positions_T [T]
+    int64: of each token in a sequence that contains it. end_T [T] int64: row i sees key j if j <= i < end_T[j].
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PrefixForest:
         )
 
     def _parts(self, own: list[Run], level: list[int], by_level: bool) -> Iterator[SegmentPairs]:
-        """The causal part first, which reaches every row."""
+        """Yield the parts, first the causal one, which covers every row."""
         yield SegmentPairs(own, own, True, self.device)
         inner = [s for s, (_, stop) in enumerate(own) if self.ends[s] > stop]
         of_level: dict[int, list[int]] = {}
@@ -102,11 +102,13 @@ class ForestKernels(ABC):
 
     @abstractmethod
     def attend(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
-        """`prefix_attention`."""
+        """Compute `prefix_attention`."""
 
 
 def prefix_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
-    """Causal attention along each path of the forest; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable."""
+    """Compute causal attention along each path of the forest, differentiable.
+
+    q [T, N, D], k and v [T, K, D] -> [T, N, D]."""
     if isinstance(layout.attention, ForestKernels):
         return layout.attention.attend(q_TND, k_TKD, v_TKD, layout)
     out_TND: Tensor = _PrefixAttention.apply(q_TND, k_TKD, v_TKD, layout)
@@ -114,7 +116,7 @@ def prefix_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Prefix
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Parts are added up in float32, or in a wider dtype of the queries, and rounded once."""
+    """Attention in parts, which are summed in float32, or in a wider dtype of the queries, and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Any) -> Tensor:
@@ -153,7 +155,7 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _merge(out_TND: Tensor, lse_TN: Tensor, out_nND: Tensor, lse_nN: Tensor, rows: slice | Tensor) -> None:
-    """Put another part's output and log-sum-exp to those of `rows`, in place."""
+    """Merge another part's output and log-sum-exp into those of `rows`, in place."""
     before_nN = lse_TN[rows]
     share_nN1 = torch.sigmoid(lse_nN - before_nN)[..., None]  # e^new / (e^new + e^before)
     after_nN = torch.logaddexp(before_nN, lse_nN)
@@ -166,7 +168,7 @@ def _merge(out_TND: Tensor, lse_TN: Tensor, out_nND: Tensor, lse_nN: Tensor, row
 
 
 def _add(into: Tensor, share: Tensor, place: slice | Tensor) -> None:
-    """No row comes twice in a place, so the sum has one order."""
+    """Add a share in place. No row occurs twice in `place`, so the sum has a fixed order."""
     if isinstance(place, slice):
         into[place] += share
     else:

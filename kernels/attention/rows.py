@@ -1,7 +1,7 @@
 """Index tensors of a cached attention: which rows attend to which blocks. paged_cuda.py takes them, on the device.
 
-A position p of a sequence lies in block table[p // S], slot p % S. All tensors are int32. Nothing here depends on a
-value that only the device knows, so that a CUDA graph may hold the tensors and replay with others in them.
+A position p of a sequence is in block table[p // S], slot p % S. All tensors are int32. Nothing here depends on a value
+that only the device has, so a CUDA graph can capture the tensors and be replayed with other values in them.
 
 Axes: B sequences, N runs, G groups of sequences with a common prefix, M members of a group, P blocks of a table, S
 slots of a block, K key/value heads (docs/notation.md).
@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 KEYS = 64  # keys that a program reads at a time
-BLOCKS_PER_SM = 3  # blocks that a multiprocessor holds of the decoding kernel at D 128, by its shared memory
-PREFIX_BLOCKS_PER_SM = 1  # a part more is a part more to merge for every member
+BLOCKS_PER_SM = 3  # blocks of the decoding kernel that fit on a multiprocessor at D 128, by its shared memory
+PREFIX_BLOCKS_PER_SM = 1  # each further part has to be merged for every member
 USUAL_MEMBERS = 8  # of a group
-# A prefix pass costs a launch and a part to merge for every member. Cascades are said to lose at 128 tokens and to win
-# from a few hundred on; not measured here yet.
+# A prefix pass costs a launch, and a part to merge for every member. Cascades are reported to be slower at 128 tokens
+# and faster from a few hundred on; not measured here yet.
 PREFIX_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Groups of sequences whose first `length` keys lie in the same blocks. A sequence is a member of one group at
-    most.
+    """Groups of sequences whose first `length` keys are in the same blocks. A sequence is in at most one group.
 
     table_GP: the prefix's blocks. length_G: its keys, a multiple of S; 0: the group does not exist.
-    members_GM: numbers of sequences, -1 behind the last.
+    members_GM: numbers of sequences, -1 after the last.
     """
 
     table_GP: Tensor
@@ -39,8 +38,8 @@ class DecodeRows:
     """B sequences with Q rows each: 1, or 1 and drafts. Row i sees keys 0 .. start + i; its own is already written.
 
     table_BP: blocks of each sequence. start_B: position of its first row. count_B: rows that exist, 0 .. Q; the rest
-    give zeros. first_B: keys before this position, a multiple of S, are the shared prefix's business: a member's is its
-    group's length, any other sequence's 0; None: 0 everywhere.
+    give zeros. first_B: position, a multiple of S, before which keys belong to the shared prefix: the group's length
+    for a member, 0 for any other sequence; None: 0 everywhere.
     """
 
     table_BP: Tensor
@@ -52,10 +51,10 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """N runs of new rows over history: prompts, passages, drafts.
+    """N runs of new rows after a history: prompts, passages, drafts.
 
     table_NP: blocks of each run's sequence. row_N: the run's first row in q_TND. start_N: that row's position.
-    count_N: the run's rows, 0 .. longest. longest: decides the grid, and so is the host's.
+    count_N: the run's rows, 0 .. longest. longest: determines the grid, so it is on the host.
     """
 
     table_NP: Tensor
@@ -66,17 +65,19 @@ class PrefillRows:
 
 
 def decode_splits(sequences: int, kv_heads: int, keys: int, sms: int) -> int:
-    """Parts into which a sequence's keys are cut, so that `sms` multiprocessors are full.
+    """Return the number of parts of a sequence's keys with which `sms` multiprocessors are full.
 
-    keys: the most that its table holds. A bucket's shape decides it, and not how long its sequences are.
+    keys: the most that its table can have. It depends on a bucket's shape, not on the lengths of its sequences.
     """
     wanted = -(-BLOCKS_PER_SM * sms // max(1, sequences * kv_heads))
     return max(1, min(wanted, -(-keys // KEYS)))
 
 
 def prefix_splits(sequences: int, kv_heads: int, keys: int, sms: int) -> int:
-    """Parts into which a prefix's keys are cut, so that `sms` multiprocessors are full where all sequences share theirs
-    in groups of the usual size. As many groups as there may be would give parts for too few."""
+    """Return the number of parts of a prefix's keys with which `sms` multiprocessors are full.
+
+    It assumes that all sequences are in groups of the usual size. The largest possible number of groups would give too
+    few parts."""
     programs = -(-sequences // USUAL_MEMBERS) * kv_heads
     wanted = -(-PREFIX_BLOCKS_PER_SM * sms // max(1, programs))
     return max(1, min(wanted, -(-keys // KEYS)))

@@ -1,8 +1,8 @@
-"""Row multiples of attention's batched products, such that a row has the same bits whatever other rows there are.
+"""Row multiples of attention's batched products with which a row's bits do not depend on the other rows.
 
 A BLAS uses different routines for few rows and for many, and these round differently. A multiple of 8 rows is enough on
-every CPU that was tried; some need only pairs, which spares products with zeros. So the products of a cache's sizes are
-tried once, and the smallest multiple is taken that changes no bit.
+every CPU that was tried; some need only pairs, which saves products with zeros. The products of a cache's sizes are
+therefore tried once, and the smallest multiple that changes no bit is used.
 
 Axes: X matrices, M rows, D head dimension, S slots of a block.
 """
@@ -11,15 +11,16 @@ from functools import cache
 
 import torch
 
-ROW_TILE = 8  # where nothing smaller holds, or need not be asked: on CUDA, and in low precision
+ROW_TILE = 8  # if no smaller one works, and, without a trial, on CUDA and in low precision
 SMALLER = 2, 4
-MOST_ROWS = 128  # held against all multiples up to half of it
+MOST_ROWS = 128  # compared with all multiples up to half of it
 MATRICES = 2, 37
 
 
 def row_tile(dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The multiple for products of rows [M, D] with keys [D, S], and of weights [M, S] with values [S, D], at the
-    number of threads that torch has now."""
+    """Return the multiple for products of rows [M, D] with keys [D, S], and of weights [M, S] with values [S, D].
+
+    It holds for torch's present number of threads."""
     if device.type != "cpu" or dtype != torch.float32:
         return ROW_TILE
     return _smallest(dim, slots, torch.get_num_threads())
@@ -27,7 +28,7 @@ def row_tile(dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> 
 
 @cache
 def _smallest(dim: int, slots: int, threads: int) -> int:
-    """threads: torch's, which the answer may depend on."""
+    """Return the smallest multiple. threads: those of torch, on which the result may depend."""
     return next((tile for tile in SMALLER if _holds(tile, dim, slots) and _holds(tile, slots, dim)), ROW_TILE)
 
 

@@ -2,8 +2,8 @@
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
-Query heads share key/value heads in groups of N / K. `varlen_attention` is the reference, and what runs on a CPU; on
-CUDA a library takes its place (backends/), by the same signature, `TrainingAttention`.
+Query heads share key/value heads in groups of N / K. `varlen_attention` is the reference, and runs on a CPU; on CUDA a
+library with the same signature, `TrainingAttention`, replaces it (backends/).
 
 Axes: T packed tokens, B sequences, Q positions of a sequence, N query heads, K key/value heads, D head dimension
 (docs/notation.md).
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of x [T, ...] to places of a zero tensor [n, ...]; its backward gathers instead of adding."""
+    """Scatters rows of x [T, ...] into a zero tensor [n, ...]; its backward gathers instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, index_T: Tensor, n: int) -> Tensor:
@@ -38,7 +38,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The reverse: rows `index_T` of x [n, ...] (all different); its backward copies instead of adding."""
+    """Gathers rows `index_T` of x [n, ...] (all different); its backward copies instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, x_n: Tensor, index_T: Tensor) -> Tensor:
@@ -54,19 +54,19 @@ class _Collect(torch.autograd.Function):
 
 
 class TrainingAttention(Protocol):
-    """Causal attention within each packed sequence, differentiable; whoever computes it."""
+    """Causal attention within each packed sequence, differentiable, by any backend."""
 
     def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: "Varlen", /) -> Tensor:
-        """q [T, N, D], k and v [T, K, D], of one dtype -> [T, N, D]. Only the last dimension need be contiguous."""
+        """Compute [T, N, D] from q [T, N, D], k and v [T, K, D], of one dtype and with a contiguous last dimension."""
         ...
 
 
 class Varlen:
-    """Layout of the packed sequences. It is made once a forward from the sequences' lengths (in order, sum T).
+    """Layout of the packed sequences, made once per forward from their lengths (in order, sum T).
 
-    As the layout of a forward it computes every layer's attention with `attention`, None: `varlen_attention`.
+    It computes the attention of every layer with `attention` (None: `varlen_attention`).
     longest: tokens of the longest sequence. positions_T [T] int64: of each token in its own sequence. cu_seqlens [B +
-    1] int32: where each sequence begins, and T. index_T [T] int64: each token's place where the sequences are padded to
+    1] int32: where each sequence begins, and T. index_T [T] int64: each token's place if the sequences are padded to
     the longest.
     """
 
@@ -84,13 +84,12 @@ class Varlen:
     @cached_property
     def index_T(self) -> Tensor:
         starts = [row * self.longest for row in range(len(self.lengths))]
-        with torch.inference_mode(False):  # it outlives the forward that asks first, and backward saves it
+        with torch.inference_mode(False):  # it outlives the first forward that uses it, and backward saves it
             places = [torch.arange(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
             return torch.cat(places).to(self.device)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned for `name`. The first layer that asks calls `make`; later ones get the same
-        object."""
+        """Return the result of `make` for `name`. The first layer calls `make`; later ones get the same object."""
         if name not in self._made:
             with torch.inference_mode(False):
                 self._made[name] = make()
@@ -109,10 +108,10 @@ class Varlen:
 
 
 def varlen_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
-    """Causal attention within each packed sequence; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable.
+    """Compute causal attention within each packed sequence, differentiable; q [T, N, D], k, v [T, K, D] -> [T, N, D].
 
-    Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every real
-    row; sort them by length beforehand and little is wasted.
+    Sequences are padded on the right to the longest one; causality alone excludes the padding from every real row. The
+    padding is small if the sequences of a call have similar lengths.
     """
     n = len(layout.lengths)
 

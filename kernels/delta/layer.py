@@ -1,5 +1,5 @@
-"""What a layer with the gated delta rule does between its projections (Yang, Kautz, Hatamizadeh 2024, section 3.4, as
-Qwen3.5 has it), for whole sequences, and for segments of which each goes on where another ended.
+"""Operations of a layer with the gated delta rule between its projections, for whole sequences and for segments, each
+of which continues another (Yang, Kautz, Hatamizadeh 2024, section 3.4, as in Qwen3.5).
 
     x = silu(conv(mixed))           depthwise and causal: a token sees itself and the W - 1 before it
     q, k, v = x                     q / |q|, k / |k| of each head
@@ -8,7 +8,7 @@ Qwen3.5 has it), for whole sequences, and for segments of which each goes on whe
     y = w * o / rms(o) * silu(z)    of each head
 
 Convolution, gates and norms are computed in float32 whatever the model's dtype, or in float64. q, k, v and o are
-rounded to the model's dtype, as in transformers; what the rule itself rounds is in rule_triton.py. The W - 1 tokens
+rounded to the model's dtype, as in transformers; rule_triton.py describes what the rule itself rounds. The W - 1 tokens
 before a segment's first are its parent's last. Rows of a rollout: steps.py.
 
 Without gradients a row's bits do not depend on the other rows (CPU) in `gates` and `gated_norm`, which a rollout calls:
@@ -33,12 +33,13 @@ from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest,
 from thresher.kernels.layers import UNCUT, rms_norm, uses_triton
 
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
-VECTOR = 16  # elements; a multiple of them has no rest, which torch would compute by scalars
+VECTOR = 16  # elements; a multiple of it leaves no rest, which torch would compute by scalars
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer hands to its layout. mixed: q, k and v of all heads, before the convolution, in the model's dtype.
-    decay, beta: float32."""
+    """Inputs that a layer passes to its layout.
+
+    mixed: q, k and v of all heads, before the convolution, in the model's dtype. decay, beta: float32."""
 
     mixed_TC: Tensor
     conv_CW: Tensor
@@ -48,7 +49,7 @@ class DeltaInputs(NamedTuple):
     key_dim: int
 
     def heads(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution's output, in the model's dtype."""
+        """Return q [T, K, D], k [T, K, D] and v [T, V, E] from the convolution's output, in the model's dtype."""
         keys, heads = self.key_heads * self.key_dim, self.beta_TV.shape[1]
         q, k, v = convolved_TC.split([keys, keys, convolved_TC.shape[1] - 2 * keys], 1)
         q_TKD, k_TKD = (unit(x.unflatten(1, (self.key_heads, self.key_dim))) for x in (q, k))
@@ -57,8 +58,9 @@ class DeltaInputs(NamedTuple):
 
 
 class Spans:
-    """Packed segments of at least one token, each beginning where its parent ended, a root at nothing (-1). A parent
-    comes before its children."""
+    """Packed segments of at least one token, each of which begins where its parent ended; a root has parent -1.
+
+    A parent comes before its children."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
         assert all(parent < n for n, parent in enumerate(parents)) and all(lengths)
@@ -85,8 +87,7 @@ class Spans:
         return self._sent(self._before.astype(np.int32))
 
     def _edges(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows [R] whose window is not the rows up to them, and the rows that each sees [R, W], -1 for
-        none."""
+        """Return the rows [R] whose window is not the rows up to them, and the rows each sees [R, W], -1 for none."""
         seen = [np.arange(self.bounds[-1])]
         while len(seen) < width:
             seen.append(np.where(seen[-1] < 0, -1, self._before[seen[-1]]))
@@ -95,8 +96,7 @@ class Spans:
         return rows_R, window_TW[rows_R]
 
     def windows(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the rows [R] whose window is not the rows up to them, and the rows that each sees [R, W], T for
-        none."""
+        """Return the rows [R] whose window is not the rows up to them, and the rows each sees [R, W], T for none."""
         if width not in self._windows:
             rows_R, window_RW = self._edges(width)
             window_RW = np.where(window_RW < 0, self.bounds[-1], window_RW)
@@ -104,8 +104,9 @@ class Spans:
         return self._windows[width]
 
     def readers(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return, by the row t that is seen, the rows s that see it j steps before them, where t is not s - j: where
-        each t's entries begin [T + 1], and the entries [X], W s + j. int32, on the device."""
+        """Return, for each row t, the rows s that see it j steps before them although t is not s - j.
+
+        As two tensors, int32, on the device: where each t's entries begin [T + 1], and the entries [X], W s + j."""
         if width not in self._readers:
             rows_R, window_RW = self._edges(width)
             back_W = np.arange(width)[::-1]
@@ -118,18 +119,18 @@ class Spans:
         return self._readers[width]
 
     def _sent(self, x: npt.NDArray[np.generic]) -> Tensor:
-        with torch.inference_mode(False):  # they outlive the forward that asks first
+        with torch.inference_mode(False):  # they outlive the first forward that uses them
             return sent(torch.from_numpy(x), self.device)
 
 
 def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
-    """Convolution and gated delta rule over segments -> [T, V, E] in the model's dtype, differentiable."""
+    """Compute convolution and gated delta rule over segments: [T, V, E] in the model's dtype, differentiable."""
     q_TKD, k_TKD, v_TVE = convolved_heads(inputs, spans)
     return gated_delta_forest(q_TKD, k_TKD, v_TVE, inputs.decay_TV, inputs.beta_TV, spans.plan)
 
 
 def convolved_heads(inputs: DeltaInputs, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of segments, in the model's dtype, differentiable."""
+    """Compute q [T, K, D], k [T, K, D] and v [T, V, E] of segments, in the model's dtype, differentiable."""
     if uses_triton(inputs.mixed_TC):
         from thresher.kernels.delta.layer_triton import fused_heads
 
@@ -142,8 +143,10 @@ def convolved_heads(inputs: DeltaInputs, spans: Spans) -> tuple[Tensor, Tensor, 
 
 
 def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
-    """Apply an elementwise function to [T, ..]. On a CPU without gradients a row's bits do not depend on T, if T is a
-    multiple of VECTOR: torch cuts what is longer than UNCUT among its threads, anywhere."""
+    """Apply an elementwise function to [T, ..].
+
+    On a CPU without gradients a row's bits do not depend on T, if T is a multiple of VECTOR. torch itself splits more
+    than UNCUT elements among its threads, at any place."""
     width = max(x_TX[:1].numel(), 1)
     rows = max(UNCUT // width, 1)
     if width % VECTOR:
@@ -154,7 +157,7 @@ def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
 
 
 def gates(a_TV: Tensor, b_TV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decay and beta [T, V], in float32 at least."""
+    """Return decay and beta [T, V], in float32 or wider."""
     dtype = torch.promote_types(a_TV.dtype, torch.float32)
     rate_V = a_log_V.to(dtype).exp()
     steps_TV = uncut(F.softplus, (a_TV.to(dtype) + dt_bias_V.to(dtype)).contiguous())
@@ -180,7 +183,7 @@ def _gated(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float, silu: Cal
 
 
 class _GatedNorm(torch.autograd.Function):
-    """All but its inputs is computed a second time in backward."""
+    """The gated norm; backward recomputes everything from the inputs."""
 
     @staticmethod
     def forward(ctx: Any, o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -207,13 +210,14 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def unit(x_TKD: Tensor) -> Tensor:
-    """Return each head's vector with length 1."""
+    """Normalise each head's vector to length 1."""
     return x_TKD * (x_TKD.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
 
 
 class _ConvolvedHeads(torch.autograd.Function):
-    """q, k and v of the convolution, whose output is computed a second time in backward. Rows whose window is the
-    W rows up to them are computed by shifts of the whole tensor; the few others by themselves."""
+    """q, k and v of the convolution, whose output is recomputed in backward.
+
+    Rows whose window is the W rows up to them are computed by shifts of the whole tensor, the few others separately."""
 
     @staticmethod
     def forward(
@@ -222,7 +226,7 @@ class _ConvolvedHeads(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW)
         ctx.spans = spans
         q_TKD, k_TKD, v_TVE = inputs.heads(F.silu(_convolved(x_TC, weight_CW, spans)[0]))
-        return q_TKD, k_TKD, v_TVE.contiguous()  # a view would keep all of the convolution's output
+        return q_TKD, k_TKD, v_TVE.contiguous()  # a view would keep the whole output of the convolution
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -241,7 +245,7 @@ class _ConvolvedHeads(torch.autograd.Function):
         rows_R, window_RW = ctx.spans.windows(width)
         edge_RC = dy_TC[rows_R]
         dy_TC[rows_R] = 0
-        dx_TC = F.pad(dy_TC * weight_WC[-1], (0, 0, 0, 1))  # and a row for what no token is
+        dx_TC = F.pad(dy_TC * weight_WC[-1], (0, 0, 0, 1))  # with a row for places without a token
         for back in range(1, width):
             dx_TC[: -back - 1].addcmul_(dy_TC[back:], weight_WC[-1 - back])
         add_rows(dx_TC, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
@@ -262,7 +266,7 @@ def _unit_backward(x_TKD: Tensor, grad_TKD: Tensor) -> Tensor:
 
 
 def _convolved(x_TC: Tensor, weight_CW: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the convolution, and its operands as they are multiplied."""
+    """Return the convolution, and its operands in the dtype in which they are multiplied."""
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     x_TC, weight_WC = x_TC.to(wide), weight_CW.to(wide).T
     rows_R, window_RW = spans.windows(len(weight_WC))

@@ -1,17 +1,17 @@
-"""What layer.py computes around the rule in Triton: convolution and lengths, gated norm; two launches forward, three
-more backward.
+"""The operations of layer.py around the rule in Triton: convolution and lengths, gated norm; two launches forward,
+three more backward.
 
     heads     y_t = sum_j w_j mixed[j steps before t], x = silu(y), of queries and keys x / |x|: q, k and v in one pass
-    slopes    dy from the gradients of q, k and v, with y and x computed a second time; each block's sums for dw
+    slopes    dy from the gradients of q, k and v, with y and x recomputed; each block's sums for dw
     back      dmixed_t = sum of w_j dy_s over the rows s that see t j steps before them
     norm      w n silu(z), n = o / rms(o)
     and its gradients of o and z; each block's sums for dw
 
-Everything is float32 between a read and a write, and so is dy. The filter has w_j at W - 1 - j, as the model does.
+Everything is float32 between a read and a write, and so is dy. The filter has w_j at W - 1 - j, as in the model.
 
 `before[t]` is the row that row t follows, -1 for none. Following it W - 1 times finds a window. `back` needs the
 reverse, the rows s that see t. Row t + j sees t if each of the rows t + 1 .. t + j follows the row stored just before
-it. All other pairs of s and t arise where a segment is not stored right behind its parent. They stand in a list, in the
+it. All other pairs of s and t occur where a segment is not stored directly after its parent. They are in a list, in the
 order of t.
 
 Axes: T tokens, C channels of the convolution, W tokens that it sees, X entries of the list, K query and key heads, V
@@ -34,8 +34,8 @@ from thresher.kernels.operands import check_dense, dense_rows, on_device
 from thresher.kernels.registry import Specialisation
 
 ROWS = 32  # of a program
-COLUMNS = 128  # of the one that reads slopes
-BACKWARD_WARPS = 8  # of the norm's gradient, which with 4 takes 208 registers on sm_80
+COLUMNS = 128  # of a program of the kernel that reads slopes
+BACKWARD_WARPS = 8  # of the norm's gradient, which with 4 needs 208 registers on sm_80
 
 
 @triton.jit
@@ -48,21 +48,21 @@ def channels_of(head, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDTH: 
 
 @triton.jit
 def _load_rows(x_ptr, at, channel, there, stride):
-    """Return rows [ROWS, WIDTH] in float32, zeros for -1."""
+    """Load rows [ROWS, WIDTH] in float32, with zeros for -1."""
     offsets = (at.to(tl.int64) * stride)[:, None] + channel[None, :]
     return tl.load(x_ptr + offsets, mask=(at >= 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rows(block, count, ROWS: tl.constexpr):
-    """Return the rows of a block, -1 behind the last."""
+    """Return the rows of a block, -1 after the last."""
     row = block * ROWS + tl.arange(0, ROWS)
     return tl.where(row < count, row, -1)
 
 
 @triton.jit
 def _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C: tl.constexpr, W: tl.constexpr):
-    """Return y [ROWS, WIDTH]."""
+    """Compute y [ROWS, WIDTH]."""
     total = tl.zeros((row.shape[0], channel.shape[0]), tl.float32)
     at = row
     for back in tl.static_range(W):
@@ -110,7 +110,7 @@ def _conv_slopes_kernel(
     dk_ptr,  # [T, K, D] the same
     dv_ptr,  # [T, V, E] the same
     slope_ptr,  # [T, C] fp32, written: dy
-    parts_ptr,  # [blocks, W, C] fp32, written where HAS_PARTS
+    parts_ptr,  # [blocks, W, C] fp32, written if HAS_PARTS
     stride,  # of mixed's rows
     count,  # T
     eps,
@@ -158,7 +158,7 @@ def _conv_back_kernel(
     before_ptr,  # [T] int32
     filter_ptr,  # [W, C] bf16 or fp32
     begin_ptr,  # [T + 1] int32: where each row's entries begin in the list
-    reader_ptr,  # [X] int32: W s + j of a row s that sees it j steps later, but not j rows
+    reader_ptr,  # [X] int32: W s + j of a row s that sees it j steps later, but is not j rows after it
     grad_ptr,  # [T, C] filter's dtype, written
     count,  # T
     C: tl.constexpr,
@@ -195,8 +195,9 @@ def _conv_back_kernel(
 
 @triton.jit
 def _heads_of(x_ptr, row, stride, V: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
-    """Return heads [ROWS, WIDTH] of a tensor [T, V, E], whose tokens lie `stride` apart, in float32; zeros for -1. row:
-    numbers of heads, V a token."""
+    """Load heads [ROWS, WIDTH] of a tensor [T, V, E], whose tokens are `stride` apart, in float32; zeros for -1.
+
+    row: numbers of heads, V per token."""
     column = tl.arange(0, WIDTH)
     offsets = (row // V).to(tl.int64) * stride + row % V * E
     there = (row >= 0)[:, None] & (column < E)[None, :]
@@ -242,7 +243,7 @@ def _gated_norm_backward_kernel(
     dy_ptr,  # [T, V, E] the same, dense
     do_ptr,  # [T, V, E] the same, written
     dz_ptr,  # [T, V, E] the same, written
-    parts_ptr,  # [blocks, E] fp32, written where HAS_PARTS
+    parts_ptr,  # [blocks, E] fp32, written if HAS_PARTS
     z_stride,
     count,  # T V
     eps,
@@ -282,20 +283,20 @@ def fused_heads(
     key_dim: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution over segments, differentiable once.
+    """Compute q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution over segments, differentiable once.
 
-    mixed and conv: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU). before, and what readers
-    returns for the gradient: of layer.py's `Spans`. heads: K and V. eps: added to the square of a length.
+    mixed and conv: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU). before, and the result of
+    readers for the gradient: of layer.py's `Spans`. heads: K and V. eps: added to the square of a length.
     """
     q_TKD, k_TKD, v_TVE = _ConvolvedHeads.apply(mixed_TC, conv_CW, before_T, readers, heads, key_dim, eps)
     return q_TKD, k_TKD, v_TVE
 
 
 def fused_gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Return the norm of each head times silu(z), [T, V, E], differentiable once.
+    """Compute the norm of each head times silu(z), [T, V, E], differentiable once.
 
-    o and z: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU); the weight alike, or float32.
-    ValueError where o and z differ.
+    o and z: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU); the weight the same, or float32.
+    ValueError if o and z differ.
     """
     o_TVE = o_TVE.contiguous()
     check_dense("o_TVE", o_TVE, z_TVE.shape, z_TVE.dtype, z_TVE.device)
@@ -425,12 +426,13 @@ def _head_sizes(heads: int, width: int) -> dict[str, int]:
     return {"V": heads, "E": width, "WIDTH": triton.next_power_of_2(width), "ROWS": ROWS}
 
 
-# --- What is compiled
+# --- Specialisations
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return what the launchers ask for with Qwen3.5 0.8B's and 27B's heads in bfloat16; with the first in float32, or
-    with a norm whose weight alone is, and without gradients of weights."""
+    """Return the specialisations that the launchers request for Qwen3.5 0.8B's and 27B's heads in bfloat16.
+
+    For the first also in float32, with only the norm's weight in float32, and without gradients of weights."""
     listed = [*_specialised("bf16", 16), *_specialised("bf16", 48), *_specialised("fp32", 16)]
     listed += [one for one in _specialised("bf16", 16, weight="fp32") if "norm" in one.name]
     listed += [one for one in _specialised("bf16", 16, trained=False) if "HAS_PARTS" in one.constants]

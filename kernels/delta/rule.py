@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets, and corrects what it holds. Recurrence, and by chunks.
+"""The gated delta rule, linear attention whose state decays and is corrected: recurrence, and chunked form.
 
 A head has a state S [D, E], which maps a key to the value that was stored for it. With decay_t = log of a factor in
 (0, 1] and beta_t in [0, 1]:
@@ -7,8 +7,8 @@ A head has a state S [D, E], which maps a key to the value that was stored for i
     S_t = S' + beta_t k_t (v_t - S'^T k_t)^T          the value under k_t moves towards v_t
     o_t = S_t^T q_t / sqrt(D)
 
-(Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, equation 10.) `reference_gated_delta` is that. By chunks of C
-tokens it becomes products of matrices (the same paper, section 3.3; the WY form of Bischof and Van Loan 1987). With
+(Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, equation 10.) `reference_gated_delta` computes that. In chunks
+of C tokens it becomes matrix products (the same paper, section 3.3; the WY form of Bischof and Van Loan 1987). With
 c_i the sum of the decays of a chunk up to token i, G_ij = exp(c_i - c_j) for j <= i, else 0, and S the state before:
 
     q    <- q / sqrt(D)
@@ -18,24 +18,24 @@ c_i the sum of the decays of a chunk up to token i, G_ij = exp(c_i - c_j) for j 
     o_i  = exp(c_i) S^T q_i + sum_j G_ij (q_i . k_j) x_j
     S   <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j^T
 
-Only the last three lines go chunk by chunk, the scan; all else is done for all chunks at once. Backward is the scan in
-reverse, with P_ij = G_ij q_i . k_j, Q = exp(c) q, R = exp(c_C - c) k:
+Only the last three lines, the scan, run chunk by chunk; the rest is computed for all chunks at once. Backward is the
+scan in reverse, with P_ij = G_ij q_i . k_j, Q = exp(c) q, R = exp(c_C - c) k:
 
     dx = P^T do + R dS             dS <- exp(c_C) dS + Q^T do - w^T dx
 
 and again products for all chunks at once: du = dx, dw = -dx S^T, dP = do x^T, dQ = do S^T, dR = x dS^T. It keeps the
-inputs, and computes the rest a second time.
+inputs, and recomputes the rest.
 
-No exponent is above 0, so nothing overflows. A product of decays may underflow to 0: what it multiplies is forgotten,
-in the recurrence too. Sums c are float64, since a difference of two float32 sums near -100 would be off by 1e-5.
+No exponent is above 0, so nothing overflows. A product of decays may underflow to 0; what it multiplies is then
+forgotten, as in the recurrence. Sums c are float64, because a difference of two float32 sums near -100 is off by 1e-5.
 
 Sequences are packed, each with a state before and after it, and gradients pass through both. A sequence may begin where
-another ended, by `parents` or by the states: so a beginning that several share is computed once.
+another ended, by `parents` or by the states. A prefix that several share is therefore computed once.
 
-On a GPU the kernels of rule_triton.py compute this where keys and values both have 32, 64 or 128 dimensions. What is
-here is their reference, and computes all else.
+On a GPU the kernels of rule_triton.py compute this if keys and values both have 32, 64 or 128 dimensions. This file is
+their reference, and computes all other cases.
 
-Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K to a key head, side by side),
+Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K per key head, adjacent),
 D dimension of a key, E of a value; X chunks, C tokens of a chunk (docs/notation.md).
 """
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from thresher.kernels.delta.rule_triton import SegmentLists
 
 CHUNK = 64
-# What may be held of the heads that are computed at a time. On a CPU more heads at a time are no faster.
+# The largest workspace of the heads that are computed at a time. On a CPU more heads at a time are no faster.
 WORKSPACE_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 
@@ -71,13 +71,13 @@ def gated_delta(
     chunk: int = CHUNK,
     backend: Literal["auto", "fla"] = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (o [T, V, E] in v's dtype, the states after the sequences [B, V, D, E], float32).
+    """Compute (o [T, V, E] in v's dtype, the states after the sequences [B, V, D, E], float32).
 
-    q, k: already normalised, where the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
+    q, k: already normalised, if the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
     B + 1 bounds of the sequences, from 0 to T. initial_state: before each sequence; None: zeros. chunk: tokens that are
-    computed together, but by the kernels of a GPU; it changes the result by rounding alone. backend: "fla" for
-    flash-linear-attention's kernels, on a GPU. Computed in float32, in float64 where v is. Raises ValueError for shapes
-    that do not go together, and for a backend that is not there.
+    computed together, except by a GPU's kernels; it changes the result only by rounding. backend: "fla" for
+    flash-linear-attention's kernels, on a GPU. Computed in float32, or float64 if v is. Raises ValueError for shapes
+    that do not match, and for a backend that is not available.
     """
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
     if backend == "fla":
@@ -114,7 +114,7 @@ def _by_fla(
 
 
 def load_fla(device: torch.device) -> Any:
-    """Return flash-linear-attention's rule. ValueError where there is none for this device."""
+    """Return flash-linear-attention's rule. ValueError if there is none for this device."""
     if device.type != "cuda":
         raise ValueError(f'backend is "fla", which needs a GPU, and v is on {device}; expected "auto"')
     try:
@@ -136,7 +136,7 @@ def gated_delta_planned(
     initial_BVDE: Tensor,
     plan: "ChunkPlan",
 ) -> tuple[Tensor, Tensor]:
-    """As `gated_delta`, for a plan without parents. initial: float32, or wider where v is."""
+    """Compute `gated_delta` for a plan without parents. initial: float32, or wider if v is."""
     out_TVE, final_BVDE = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_BVDE, plan)
     return out_TVE, final_BVDE
 
@@ -144,7 +144,7 @@ def gated_delta_planned(
 def gated_delta_forest(
     q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, decay_TV: Tensor, beta_TV: Tensor, plan: "ChunkPlan"
 ) -> Tensor:
-    """As `gated_delta`, over segments of which each begins where its parent ended, a root at zeros; return o alone."""
+    """Compute o of `gated_delta` over segments, each of which begins where its parent ended, a root at zeros."""
     out_TVE: Tensor = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, None, plan)[0]
     return out_TVE
 
@@ -158,7 +158,7 @@ def reference_gated_delta(
     cu_seqlens: Tensor | Sequence[int],
     initial_state_BVDE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `gated_delta` does, token by token, in the tensors' own dtype."""
+    """Compute `gated_delta` token by token, in the dtype of the tensors."""
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
     (V, E), (K, D) = v_TVE.shape[1:], k_TKD.shape[1:]
     q_TVD, k_TVD = (x.repeat_interleave(V // K, 1) for x in (q_TKD * D**-0.5, k_TKD))
@@ -174,12 +174,14 @@ def reference_gated_delta(
     return torch.cat(out), torch.cat(final)
 
 
-# --- Which chunks are computed together
+# --- Chunks that are computed together
 
 
 class _Step(NamedTuple):
-    """A step of the scan, over `chunks` chunks. source: which of the last step's states each begins with, of the
-    initial ones in the first; None: the first of them, in order. ends: the places of those that end a sequence."""
+    """A step of the scan, over `chunks` chunks.
+
+    source: the index of the state with which each begins, among those of the last step, or the initial ones in the
+    first step; None: the first ones, in order. ends: the places of the chunks that end a sequence."""
 
     chunks: int
     source: Tensor | None
@@ -187,9 +189,10 @@ class _Step(NamedTuple):
 
 
 class ChunkPlan:
-    """Packed sequences, and how they are cut into chunks. parents: the sequence at whose end each begins, -1: at none;
-    None: all at none. A sequence with a parent must not be empty, nor its parent. chunk: torch's; the Triton kernels
-    have their own."""
+    """Packed sequences, and their division into chunks.
+
+    parents: the sequence at whose end each begins, -1: none; None: none for all. Neither a sequence with a parent nor
+    its parent may be empty. chunk: of the torch code; the Triton kernels have their own."""
 
     def __init__(
         self, bounds: Sequence[int], parents: Sequence[int] | None, device: torch.device, chunk: int = CHUNK
@@ -199,11 +202,11 @@ class ChunkPlan:
 
     @cached_property
     def tables(self) -> "ChunkTables":
-        with torch.inference_mode(False):  # they outlive the forward that asks first
+        with torch.inference_mode(False):  # they outlive the first forward that uses them
             return _tables(self.bounds, self.parents, self.device, self.chunk)
 
     def lists(self, chunk: int) -> "SegmentLists":
-        """Return what the Triton kernels go by."""
+        """Return the lists that the Triton kernels use."""
         from thresher.kernels.delta.rule_triton import make_lists
 
         if chunk not in self._lists:
@@ -213,17 +216,17 @@ class ChunkPlan:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, to a GPU without waiting; on a CPU the tensor itself."""
+    """Return a copy on the device, for a GPU without waiting; on a CPU the tensor itself."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """The chunks of a plan for torch: the first of all that begin, then those that follow on them, and so on.
+    """The chunks of a plan for torch: the first chunk of each root, then the chunks that follow these, and so on.
 
-    row_XC: the tokens of each chunk, 0 where it has fewer. short_X: the chunks that have fewer, missing_XC: which those
-    lack. chunk_T, place_T: each token's chunk and its place there. ended_B: the sequences in the order in which they
-    end. final_B: where the state after each sequence is among those, the empty sequences' behind them. empty_B: these.
+    row_XC: the tokens of each chunk, 0 beyond its last. short_X: the chunks with fewer tokens; missing_XC: which they
+    lack. chunk_T, place_T: each token's chunk and its place in it. ended_B: the sequences in the order in which they
+    end. final_B: the place of each sequence's last state in that order, followed by the empty ones. empty_B: these.
     """
 
     row_XC: Tensor
@@ -237,7 +240,7 @@ class ChunkTables:
     empty_B: Tensor
 
     def chunked(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [T, heads, ..] as [X, heads, C, ..], zeros behind a sequence's last token."""
+        """Return [T, heads, ..] as [X, heads, C, ..], with zeros after a sequence's last token."""
         place_XVC = self.row_XC[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)[:, None]
         taken = x.flatten(0, 1).index_select(0, place_XVC.flatten()).view(*place_XVC.shape, *x.shape[2:]).to(dtype)
         if len(self.short_X):
@@ -259,14 +262,14 @@ def _tables(bounds: Sequence[int], parents: Sequence[int] | None, device: torch.
     for n, parent in enumerate(parents or [-1] * len(lengths)):
         children.setdefault(parent, []).append(n)
     order = sorted((n for n in children.get(-1, []) if lengths[n]), key=lambda n: -lengths[n])
-    now = [(n, bounds[n], n) for n in order]  # sequence, first token, and where its state comes from
+    now = [(n, bounds[n], n) for n in order]  # sequence, first token, and source of its state
     begins: list[tuple[int, int]] = []
     steps: list[_Step] = []
     ended: list[int] = []
     while now:
         begins += [(start, bounds[n + 1]) for n, start, _ in now]
         ends = [place for place, (n, start, _) in enumerate(now) if start + chunk >= bounds[n + 1]]
-        ends = ends if parents is None else []  # of a forest nobody asks for the states at its ends
+        ends = ends if parents is None else []  # the states at the ends of a forest are not used
         ended += [now[place][0] for place in ends]
         source = [found for _, _, found in now]
         told = None if steps and source == list(range(len(now))) else sent(torch.tensor(source), device)
@@ -296,7 +299,7 @@ def _tables(bounds: Sequence[int], parents: Sequence[int] | None, device: torch.
 def _following(
     now: Sequence[tuple[int, int, int]], chunk: int, bounds: Sequence[int], children: dict[int, list[int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the chunks of the next step, in the order of those that they follow on."""
+    """Yield the chunks of the next step, in the order of those that they follow."""
     for place, (n, start, _) in enumerate(now):
         if start + chunk < bounds[n + 1]:
             yield n, start + chunk, place
@@ -308,7 +311,7 @@ def _following(
 
 
 class _Chunks(NamedTuple):
-    """What is computed for all chunks at once, before the scan."""
+    """Tensors that are computed for all chunks at once, before the scan."""
 
     q_XKCD: Tensor  # times D^-1/2
     k_XKCD: Tensor
@@ -318,7 +321,7 @@ class _Chunks(NamedTuple):
     since_XVC1: Tensor  # exp(c)
     left_XVC1: Tensor  # exp(c_C - c)
     kk_XVCC: Tensor  # k k^T, of each value head
-    system_XVCC: Tensor  # A, with anything on and above the diagonal
+    system_XVCC: Tensor  # A, with arbitrary values on and above the diagonal
     within_XVCC: Tensor  # P
     inverse_XVCC: Tensor  # (1 + A)^-1
     solved_XVCF: Tensor  # u and w side by side
@@ -360,8 +363,9 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, table
 
 
 class _Scanned(NamedTuple):
-    """What the scan yields, chunks in order: in forward o, and the states after those that end a sequence; in backward
-    the state before each, and the corrections."""
+    """Results of the scan, chunks in order.
+
+    Forward: o, and the states after the chunks that end a sequence. Backward: the states before, and corrections."""
 
     out_XVCE: Tensor
     ended_BVDE: Tensor
@@ -401,8 +405,9 @@ def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, tables: ChunkTables, bac
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Forward returns o and the states after the sequences, of a plan with parents none. Heads do not know each other,
-    so that a few are computed at a time."""
+    """The rule and its gradient. Forward returns o and the states after the sequences, none for a plan with parents.
+
+    Heads are independent, so a few are computed at a time."""
 
     @staticmethod
     def forward(
@@ -419,7 +424,7 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_final = grads
-        q, k, v, decay, beta, initial = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        q, k, v, decay, beta, initial = ctx.saved_tensors  # read once: a checkpoint does not return them again
         _, compute, layout = _implementation(q, k, v, ctx.plan)
         found, first = [], 0
         for few in _few_heads(q, k, v, decay, beta, initial, ctx.plan, backward=True):
@@ -430,21 +435,21 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _joined(found: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """Return the results of all heads, from those of a few at a time."""
+    """Concatenate the results of a few heads at a time into those of all heads."""
     if len(found) == 1:
         return found[0]
     return tuple(None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
 
 
 def _implementation(q: Tensor, k: Tensor, v: Tensor, plan: ChunkPlan) -> tuple[Any, Any, Any]:
-    """Return forward and backward of a few heads, torch's or Triton's, and the chunks as these take them."""
+    """Return forward and backward of a few heads, in torch or Triton, and the chunks in their form."""
     if (kernels := _kernels(q, k, v)) is None:
         return _forward, _backward, plan.tables
     return kernels.forward, kernels.backward, plan.lists(kernels.tiling_of(v.dtype).chunk)
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
-    """Return the file of kernels, where they compute this."""
+    """Return the module of kernels, or None if they do not serve these inputs."""
     if not uses_triton(v):
         return None
     from thresher.kernels.delta import rule_triton
@@ -453,7 +458,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
 
 
 class _Few(NamedTuple):
-    """Some key heads, and the value heads that are theirs."""
+    """Some key heads, and their value heads."""
 
     q_TKD: Tensor
     k_TKD: Tensor
@@ -473,7 +478,7 @@ def _few_heads(
     plan: ChunkPlan,
     backward: bool,
 ) -> Iterator[_Few]:
-    """Cut the heads so that what is held of some at a time is at most WORKSPACE_BYTES, or one key head's."""
+    """Yield groups of heads whose workspace is at most WORKSPACE_BYTES, or that of one key head."""
     (K, D), (V, E) = k.shape[1:], v.shape[1:]
     if kernels := _kernels(q, k, v):
         held = kernels.workspace(k, v, plan.lists(kernels.tiling_of(v.dtype).chunk), backward) * (V // K)
@@ -481,7 +486,7 @@ def _few_heads(
         chunks, chunk = plan.tables.row_XC.shape
         held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * max(v.element_size(), 4) * (V // K)
     each = min(max(int(WORKSPACE_BYTES[v.device.type] // max(held, 1)), 1), K)
-    each = -(-K // -(-K // each))  # as many at a time, in as many turns
+    each = -(-K // -(-K // each))  # the same number of groups, of about equal sizes
     for first, stop in pairwise([*range(0, K, each), K]):
         keys, values = slice(first, stop), slice(first * V // K, stop * V // K)
         gates = decay[:, values], beta[:, values], None if initial is None else initial[:, values]
@@ -491,7 +496,7 @@ def _few_heads(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, tables: ChunkTables
 ) -> tuple[Tensor, Tensor]:
-    """Return o and the states after the sequences, of a forest none."""
+    """Return o and the states after the sequences, none for a forest."""
     scanned = _scan(_prepare(q, k, v, decay, beta, tables), initial, tables, backward=False)
     ended = scanned.ended_BVDE
     if initial is not None:  # an empty sequence ends as it began
@@ -510,7 +515,7 @@ def _backward(
     d_final: Tensor,
     tables: ChunkTables,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the first six, from those of what `_forward` returns."""
+    """Return the gradients of the first six arguments, from those of the results of `_forward`."""
     c = _prepare(q, k, v, decay, beta, tables)
     *_, state_XVDE, x_XVCE = _scan(c, initial, tables, backward=True)
     (V, E), (K, D) = c.v_XVCE.shape[1::2], c.k_XKCD.shape[1::2]
@@ -582,7 +587,7 @@ def _scan_back(
 
 
 def _given_back(carried: tuple[Tensor, _Step] | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return the gradient of a step's states, from that of the states with which the following step began."""
+    """Return the gradient of a step's states from that of the states with which the next step began."""
     given = like.new_zeros(shape)
     if carried is not None:
         slope, step = carried
@@ -594,9 +599,9 @@ def _given_back(carried: tuple[Tensor, _Step] | None, shape: Sequence[int], like
 
 
 def add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Add rows to those of an index that may have some twice, in one order."""
+    """Add rows at an index that may have duplicates, in a fixed order."""
     if into.is_cuda:
-        into.index_put_((index,), rows, accumulate=True)  # which sorts; index_add_ adds in any order there
+        into.index_put_((index,), rows, accumulate=True)  # it sorts; index_add_ has no fixed order there
     else:
         into.index_add_(0, index, rows)
 
@@ -610,7 +615,7 @@ def _bounds(
     beta: Tensor,
     state: Tensor | None,
 ) -> list[int]:
-    """Return the sequences' bounds. ValueError where something does not fit the rest."""
+    """Return the sequences' bounds. ValueError if the arguments do not match."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(bound) for bound in cu_seqlens]
     if q.dim() != 3 or k.shape != q.shape or v.dim() != 3:
         raise ValueError(

@@ -1,25 +1,25 @@
-"""The chunked form of the gated delta rule (rule.py) in Triton: three kernels forward; two of them again and four more
-backward.
+"""The chunked form of the gated delta rule (rule.py) in Triton: three kernels forward; backward runs two of them again
+and four more.
 
     solve      T = (1 + A)^-1, u = T beta v, w = T beta exp(c) k
     scan       x = u - w S,  S <- exp(c_C) S + k^T exp(c_C - c) x
     out        o = exp(c) q S + P x
     within     P^T do
     back       dx = P^T do + exp(c_C - c) k dS,  dS <- exp(c_C) dS + q^T exp(c) do - w^T dx, from the last chunk on
-    values     the gradient of v, and those of P and A as far as they go by the values
+    values     the gradient of v, and the parts of those of P and A that depend on the values
     keys       the gradients of q, k, decay and beta
 
-The letters are rule.py's; q is q / sqrt(D) in these formulas, and the kernels multiply by `scale`. A program has a head
-of a chunk, or some columns of it; of scan and back, some columns of a head of a segment. These have a launch for each
-depth of the forest: a segment reads the state that its parent left, and in reverse a parent adds up what its children
-left, in their order. No atomics.
+The letters are those of rule.py; q is q / sqrt(D) in these formulas, and the kernels multiply by `scale`. A program has
+one head of a chunk, or some columns of it; in scan and back, some columns of a head of a segment. These two are
+launched once per depth of the forest: a segment reads the state that its parent stored, and in reverse a parent adds
+the gradients that its children stored, in their order. No atomics.
 
-T is found by blocks of 16 tokens: F, those on the diagonal of 1 + A, by substitution, all at once; with N = F^-1 (A
-without them), N^4 = 0, so that T = (1 + N^2) (1 - N) F^-1.
+T is computed in blocks of 16 tokens: F, the blocks on the diagonal of 1 + A, are inverted by substitution, all at once;
+with N = F^-1 (A without them), N^4 = 0, so that T = (1 + N^2) (1 - N) F^-1.
 
-Products take their operands in the dtype of v, and add in float32; sums of decays are float64, states and all else
-float32. In bfloat16 what a state is multiplied with is rounded to it, and so is the copy of the state for the product,
-as in flash-linear-attention; the state that is carried is not.
+Products have operands in the dtype of v, and add in float32; sums of decays are float64, states and everything else
+float32. In bfloat16 the operand that a state is multiplied with is rounded to it, and so is the copy of the state for
+the product, as in flash-linear-attention; the carried state is not.
 
 Axes: T tokens, S segments, X chunks of at most C tokens, K query and key heads, V value heads, D dimension of a key, E
 of a value.
@@ -43,17 +43,18 @@ from thresher.kernels.operands import dense_rows, on_device
 from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Dimensions of keys and values, both alike, with which an H200 computes what it should (Triton 3.6.0). With others, 16
-# or keys of 128 and values of 8, it computes u and w wrong from an inverse that is right: by all signs the compiler's
-# fault.
+# Dimensions of keys and values, both the same, with which results on an H200 are right (Triton 3.6.0). With others, 16
+# or keys of 128 and values of 8, u and w come out wrong from an inverse that is right: apparently a fault of the
+# compiler.
 DIMS = (32, 64, 128)
 BLOCK = 16  # tokens that are solved by substitution
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tokens of a chunk, columns of a state that a program has at a time, and warps of the kernels. precision: of the
-    products by which T is found, whose operands are float32."""
+    """Tokens of a chunk, columns of a state that a program has at a time, and warps of the kernels.
+
+    precision: of the products that compute T, whose operands are float32."""
 
     chunk: int
     columns: int
@@ -65,7 +66,7 @@ class Tiling:
     keys: int
 
 
-# What spills nothing inside a loop. T is rounded to bfloat16, which is less exact than tf32.
+# No spills inside a loop. T is rounded to bfloat16, which is less exact than tf32.
 BFLOAT16 = Tiling(chunk=64, columns=32, precision="tf32", solve=4, scan=4, out=4, values=4, keys=8)
 FLOAT32 = Tiling(chunk=16, columns=16, precision="ieee", solve=8, scan=8, out=8, values=8, keys=8)
 
@@ -75,12 +76,12 @@ FLOAT32 = Tiling(chunk=16, columns=16, precision="ieee", solve=8, scan=8, out=8,
 
 @dataclass(frozen=True, slots=True)
 class SegmentLists:
-    """Of a plan, on the device, int32; segments that are not empty, by their depth.
+    """Lists of a plan, on the device, int32; its segments that are not empty, by depth.
 
-    chunk_X2: first row of a chunk, and that behind its last. segment_S4: a segment's first chunk, that behind its last,
-    the state that it begins with (an initial one, or one that was left), and where its own is left, -1 for nowhere.
-    children_S2: where its children stand in child_S, which has them as places in segment_S4. depths: segments of each.
-    left: states that are left. sequence_S (int64): the number of each segment. empty_B (int64): those of empty ones;
+    chunk_X2: first row of a chunk, and the row after its last. segment_S4: a segment's first chunk, the chunk after its
+    last, the state that it begins with (an initial or a stored one), and where its own is stored, -1 for nowhere.
+    children_S2: the range of its children in child_S, which has them as places in segment_S4. depths: segments of each.
+    left: number of stored states. sequence_S (int64): the number of each segment. empty_B (int64): those of empty ones;
     None for none.
     """
 
@@ -95,14 +96,14 @@ class SegmentLists:
 
 
 def make_lists(bounds: Sequence[int], parents: Sequence[int] | None, chunk: int, device: torch.device) -> SegmentLists:
-    """Arguments as `ChunkPlan` has them. Without parents every state is left, at its sequence's number."""
+    """Make the lists; arguments as in `ChunkPlan`. Without parents every state is stored, at its sequence's number."""
     lengths = np.diff(np.array(bounds, np.int64))
     depth = np.zeros(len(lengths), np.int64)
     for n, parent in enumerate(parents or ()):
         depth[n] = 0 if parent < 0 else depth[parent] + 1
     order = np.lexsort((-lengths, depth))
     order = order[lengths[order] > 0]
-    place = np.full(len(lengths) + 1, -1)  # and of no parent
+    place = np.full(len(lengths) + 1, -1)  # the last entry is for no parent
     place[order] = np.arange(len(order))
     above = np.array(parents if parents is not None else np.full(len(lengths), -1), np.int64)
     has_children = np.isin(np.arange(len(lengths)), above)
@@ -114,7 +115,7 @@ def make_lists(bounds: Sequence[int], parents: Sequence[int] | None, chunk: int,
     chunks = [
         (first, min(first + chunk, bounds[n + 1])) for n in order for first in range(bounds[n], bounds[n + 1], chunk)
     ]
-    under = place[above[order]]  # in the order of the segments: of a parent's children the longest first
+    under = place[above[order]]  # in the order of the segments: the longest of a parent's children first
     child = np.argsort(under, kind="stable")[np.count_nonzero(under < 0) :]
     children = np.searchsorted(under[child], np.stack([np.arange(len(order)), np.arange(len(order)) + 1], 1))
     given = [np.array(chunks, np.int64).reshape(-1, 2), segments, children, child, order]
@@ -132,12 +133,12 @@ def make_lists(bounds: Sequence[int], parents: Sequence[int] | None, chunk: int,
     return SegmentLists(chunk_X2, segment_S4, children_S2, child_S, depths, left, sequence_S.long(), empty_B)
 
 
-# --- Kernels. Pointers are of the first of the heads that a launch computes; rows of a tensor are `stride` apart.
+# --- Kernels. Pointers are to the first of the heads that a launch computes; rows of a tensor are `stride` apart.
 
 
 @triton.jit
 def _tile(x_ptr, row, stop, stride, column, COUNT: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows [C, columns] of one head, zeros behind the chunk's last token."""
+    """Load rows [C, columns] of one head, with zeros after the chunk's last token."""
     x = tl.load(
         x_ptr + (row.to(tl.int64) * stride)[:, None] + column[None, :],
         mask=(row < stop)[:, None] & (column < COUNT)[None, :],
@@ -159,20 +160,20 @@ def _put(x_ptr, x, row, stop, stride, column, COUNT: tl.constexpr):
 
 @triton.jit
 def _state(column, depth, D: tl.constexpr, E: tl.constexpr):
-    """(offsets of a state's columns [D, columns], those that exist)"""
+    """Return (offsets of a state's columns [D, columns], which of them exist)."""
     return depth[:, None] * E + column[None, :], (depth < D)[:, None] & (column < E)[None, :]
 
 
 @triton.jit
 def _sums(decay_ptr, row, stop, stride):
-    """(c [C], c_C), float64"""
+    """Return (c [C], c_C), float64."""
     decay = tl.load(decay_ptr + row.to(tl.int64) * stride, mask=row < stop, other=0.0).to(tl.float64)
     return tl.cumsum(decay, 0), tl.sum(decay, 0)
 
 
 @triton.jit
 def _gaps(c, C: tl.constexpr):
-    """G [C, C]"""
+    """Return G [C, C]."""
     i = tl.arange(0, C)
     gap = (c[:, None] - c[None, :]).to(tl.float32)
     return tl.exp(tl.where(i[:, None] >= i[None, :], gap, float("-inf")))
@@ -180,7 +181,7 @@ def _gaps(c, C: tl.constexpr):
 
 @triton.jit
 def _inverse(system, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + A)^-1 [C, C] of A, which is 0 on and above the diagonal."""
+    """Compute (1 + A)^-1 [C, C] of A, which is 0 on and above the diagonal."""
     N: tl.constexpr = C // BLOCK
     n = tl.arange(0, N)
     i = tl.arange(0, BLOCK)
@@ -204,7 +205,7 @@ def _inverse(system, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constex
 
 
 _LISTS = ["chunk_ptr", "segment_ptr", "children_ptr", "child_ptr"]
-# A slice of heads moves the gates' pointers by 4 bytes a head: no binary for each alignment.
+# A slice of heads moves the gates' pointers by 4 bytes per head: no binary for each alignment.
 _NARROW = [*_LISTS, "decay_ptr", "beta_ptr"]
 _NUMBERS = ["per_key", "first"]
 
@@ -260,7 +261,7 @@ def _delta_scan_kernel(
     w_ptr,  # [T, V, D] k's dtype
     chunk_ptr,  # [X, 2] int32
     segment_ptr,  # [S, 4] int32
-    source_ptr,  # [.., V, D, E] fp32, read where HAS_SOURCE: the states that segments begin with
+    source_ptr,  # [.., V, D, E] fp32, read if HAS_SOURCE: the states that segments begin with
     x_ptr,  # [T, V, E] k's dtype, written
     before_ptr,  # [X, V, D, E] k's dtype, written: the state before each chunk
     left_ptr,  # [.., V, D, E] fp32, written
@@ -392,7 +393,7 @@ def _delta_back_kernel(
     segment_ptr,  # [S, 4] int32
     children_ptr,  # [S, 2] int32
     child_ptr,  # [S] int32
-    d_left_ptr,  # [.., V, D, E] fp32, read where HAS_LEFT: the gradients of the states that were left
+    d_left_ptr,  # [.., V, D, E] fp32, read if HAS_LEFT: the gradients of the stored states
     dx_ptr,  # [T, V, E] fp32, added to
     after_ptr,  # [X, V, D, E] q's dtype, written: the gradient of the state after each chunk
     d_begun_ptr,  # [S, V, D, E] fp32, written: those of the states that segments began with
@@ -462,7 +463,7 @@ def _against_states(
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """x S^T [C, D]"""
+    """Compute x S^T [C, D]."""
     total = tl.zeros((C, WIDTH_D), tl.float32)
     for first in range(0, E, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -597,7 +598,7 @@ def _delta_keys_kernel(
     d_sum = beta * read
     dk = right * (beta * since)[:, None]
 
-    # A and its kk, then P and its qk. P's gradient is read across, too: no tile in registers is turned for a product.
+    # A and its kk, then P and its qk. P's gradient is also read transposed, instead of a transpose in registers.
     gaps = _gaps(c, C)
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
     d_kk = tl.where(i[:, None] > i[None, :], d_system, 0.0) * gaps
@@ -616,7 +617,7 @@ def _delta_keys_kernel(
     across *= tl.trans(gaps) * scale
     dk = tl.dot(across.to(k.dtype), q, dk, input_precision="ieee")
 
-    # What a chunk stores, and what it reads.
+    # The products with the states that a chunk stores and reads.
     d_keys = _against_states(
         x_ptr + head * E, after_ptr + states, row, stop, heads * E, depth, D, E, WIDTH_D, C, COLUMNS, UPCAST
     )
@@ -630,7 +631,7 @@ def _delta_keys_kernel(
     d_sum += tl.sum(dq * q, 1) - kept
     _put(dq_ptr + head * D, tl.dot(d_qk.to(k.dtype), k, dq, input_precision="ieee"), row, stop, heads * D, depth, D)
 
-    # A decay is in the sums of all that follow it.
+    # A decay is in the sums of all tokens after it.
     d_sum = d_sum.to(tl.float64)
     d_last = tl.load(d_last_ptr + chunk.to(tl.int64) * heads + head)
     of_last = tl.sum(kept, 0) + tl.exp(last.to(tl.float32)) * d_last
@@ -645,8 +646,7 @@ def _delta_keys_kernel(
 
 
 class Given(NamedTuple):
-    """What a launch reads, of some heads: rows as far apart as one likes, each of them dense; decay and beta equally
-    far."""
+    """Inputs of a launch, for some heads: dense rows with any stride; decay and beta have the same stride."""
 
     q_TKD: Tensor
     k_TKD: Tensor
@@ -668,7 +668,7 @@ class Given(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What forward computes on its way, and backward again."""
+    """Intermediate values of forward, which backward recomputes."""
 
     solve_TVC: Tensor
     u_TVE: Tensor
@@ -679,19 +679,19 @@ class Scanned(NamedTuple):
 
 
 def is_served(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether these kernels compute it. The interpreter computes any dimensions, so that they are tested."""
+    """Return whether these kernels serve the inputs. The interpreter computes any dimensions, to test them."""
     (D, E), dtypes = (k.shape[2], v.shape[2]), {q.dtype, k.dtype, v.dtype}
     alike = dtypes == {torch.bfloat16} or dtypes == {torch.float32}
     return alike and max(D, E) <= DIMS[-1] and (INTERPRETED or (D == E and D in DIMS))
 
 
 def tiling_of(dtype: torch.dtype) -> Tiling:
-    """The interpreter takes that of bfloat16, so that it is tested."""
+    """Return the tiling of a dtype. The interpreter uses that of bfloat16, to test it."""
     return FLOAT32 if dtype == torch.float32 and not INTERPRETED else BFLOAT16
 
 
 def workspace(k: Tensor, v: Tensor, lists: SegmentLists, backward: bool) -> int:
-    """Return the bytes that a value head takes in forward or backward beside inputs, results and their gradients."""
+    """Return the bytes of a value head in forward or backward, without inputs, results and their gradients."""
     (T, _, D), E, item, chunk = k.shape, v.shape[2], v.element_size(), tiling_of(v.dtype).chunk
     chunks, segments, state = len(lists.chunk_X2), len(lists.segment_S4), D * E
     found = chunks * item * state + T * item * (chunk + 2 * E + D) + 4 * lists.left * state
@@ -707,8 +707,9 @@ def _given(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Give
 
 
 def scan(given: Given, initial_BVDE: Tensor | None, lists: SegmentLists) -> Scanned:
-    """Return what the scan finds. initial: for lists without parents, the states before the sequences; None: zeros.
-    left holds what the segments left, and nothing where none did."""
+    """Run solve and scan. initial: for lists without parents, the states before the sequences; None: zeros.
+
+    `left` of the result has the states that segments stored; its other entries are not written."""
     (T, V, E), (K, D) = given.v_TVE.shape, given.k_TKD.shape[1:]
     chunks, options = len(lists.chunk_X2), given.options()
     solve_TVC, u_TVE, w_TVD, x_TVE = (given.new(T, V, n) for n in (given.tiling.chunk, E, D, E))
@@ -768,7 +769,7 @@ def forward(
     initial_BVDE: Tensor | None,
     lists: SegmentLists,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o [T, V, E], the states after the sequences, or those that a forest's segments left)."""
+    """Return (o [T, V, E], the states after the sequences, or those that a forest's segments stored)."""
     given = _given(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV)
     scanned = scan(given, initial_BVDE, lists)
     (T, V, E), D = given.v_TVE.shape, given.k_TKD.shape[2]
@@ -808,7 +809,9 @@ def backward(
     d_final_BVDE: Tensor,
     lists: SegmentLists,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the first six. d_final: of the states after the sequences; of a forest it is not read."""
+    """Return the gradients of the first six arguments.
+
+    d_final: of the states after the sequences; not read for a forest."""
     given = _given(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV)
     (T, V, E), (K, D) = given.v_TVE.shape, given.k_TKD.shape[1:]
     solve_TVC, u_TVE, w_TVD, x_TVE, before_XVDE, _ = scan(given, initial_BVDE, lists)
@@ -926,11 +929,11 @@ def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(np.cumsum([0, *counts]).tolist()))
 
 
-# --- What is compiled
+# --- Specialisations
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return what the launchers ask for with Qwen3.5's heads, with and without states that are given."""
+    """Return the specialisations that the launchers request for Qwen3.5's heads, with and without given states."""
     return tuple(one for dtype in ("bf16", "fp32") for one in _specialised(dtype))
 
 

@@ -1,17 +1,18 @@
-"""The gated delta rule of a rollout: new rows against the states that a cache holds, token by token.
+"""The gated delta rule of a rollout: new rows against the states in a cache, token by token.
 
 With a = exp(decay), S the state before a token, and (k^T S, q^T S) from one product:
 
     x = beta (v - a k^T S)        o = (a q^T S + (q . k) x) / sqrt(D)        S <- a S + k x^T
 
-(rule.py's recurrence, S read once and written once.) A row's bits depend on its own sequence alone, decoded or
-prefilled, in whatever pieces (CPU, float32): hence no chunks there. The convolution's sum has one order.
+(The recurrence of rule.py, S read once and written once.) A row's bits depend only on its own sequence, whether decoded
+or prefilled, and in any pieces (CPU, float32). Chunks are therefore not used there. The convolution's sum has a fixed
+order.
 
-A slot of the cache has a ring of R states: that behind n tokens lies at n mod R. So what is fed a second time reads
-what it read at first, and rows of drafts that did not come true are forgotten by going on from the last that did. The
-rows before the convolution lie in a ring of M = R + W - 1.
+A slot of the cache has a ring of R states: the state after n tokens is at n mod R. A token that is fed a second time
+reads the same state again. Rejected drafts need no rollback, because the next row reads the state after the last
+accepted token. The rows before the convolution are in a ring of M = R + W - 1.
 
-Axes: T rows of the step, N runs of rows, one a sequence, Q rows of a run, J the W - 1 rows before it, X a list over
+Axes: T rows of the step, N runs of rows, one per sequence, Q rows of a run, J the W - 1 rows before it, X a list over
 several runs, B slots of the cache, R states and M rows of a slot's rings, C channels, W tokens that the convolution
 sees, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
@@ -42,12 +43,12 @@ class Rings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeltaRuns:
-    """Runs of a step, the longest first. All tensors are int64, and name places of the flat rings.
+    """Runs of a step, the longest first. All tensors are int64; places are indices of the flat rings.
 
-    read_N, write_N: places of the state before and behind each run. begin_X: places of the W - 1 rows before each run;
+    read_N, write_N: places of the state before and after each run. begin_X: places of the W - 1 rows before each run;
     seen_X1 (bool): which of them exist. window_WT: for each row the rows that it sees, as indices into those, followed
     by the step's rows. from_X: rows of the step that the ring keeps; into_X: their places. order_X: rows sorted by
-    place in their run; counts: rows at each place. inner[place]: runs whose state behind that row is kept, too, and its
+    place in their run; counts: rows at each place. inner[place]: runs whose state after that row is also kept, and its
     places. given_N: index of the caller's n-th run in this order.
     """
 
@@ -74,8 +75,9 @@ def delta_runs(
     device: torch.device,
     last_only: bool = False,
 ) -> DeltaRuns:
-    """Lay out runs of `count_N` rows from position `start_N` on, which begin at `row_N` of a step's `rows`; rows of no
-    run may be anything. sizes: R and W. last_only: of a run the state behind its last row alone is kept."""
+    """Lay out runs of `count_N` rows from position `start_N` on, which begin at `row_N` of a step's `rows`.
+
+    Rows of no run may have any value. sizes: R and W. last_only: keep only the state after the last row of a run."""
     order_N = np.argsort(-count_N, kind="stable")
     slot_N, start_N, count_N, row_N = slot_N[order_N], start_N[order_N], count_N[order_N], row_N[order_N]
     (ring, width), runs = sizes, len(slot_N)
@@ -94,7 +96,7 @@ def delta_runs(
     last_X = within_X >= count_N[run_X] - held
     inner = {}
     kept = 1 if last_only else ring
-    for place in np.unique(count_N - 1 - np.arange(1, kept)[:, None]):  # the last R rows of each run, but for its last
+    for place in np.unique(count_N - 1 - np.arange(1, kept)[:, None]):  # the last R rows of each run, except its last
         if place >= 0:
             some = np.flatnonzero((count_N - 1 > place) & (count_N - ring <= place))
             into = slot_N[some] * ring + (start_N[some] + place + 1) % ring
@@ -123,8 +125,9 @@ def delta_runs(
 
 @dataclass(frozen=True)
 class NextRows:
-    """Up to `most` rows of each sequence, at most R, that lie row by row of a sequence; device tensors [N], int64.
-    Rows beyond a sequence's count are of none. spare: the slot of nobody. sizes: R and W."""
+    """Up to `most` rows of each sequence, at most R, stored sequence by sequence; device tensors [N], int64.
+
+    Rows beyond a sequence's count belong to no sequence. spare: the slot of no sequence. sizes: R and W."""
 
     slot_N: Tensor
     start_N: Tensor
@@ -135,7 +138,7 @@ class NextRows:
 
     @cached_property
     def runs(self) -> DeltaRuns:
-        """As `delta_runs` lays them out; rows of no run write to the spare slot."""
+        """Lay out the rows as `delta_runs` does; rows of no run write to the spare slot."""
         slot_N1, start_N1, count_N1 = (x[:, None] for x in (self.slot_N, self.start_N, self.count_N))
         (ring, width), spare, most = self.sizes, self.spare, self.most
         device, runs, reach, held = slot_N1.device, len(slot_N1), width - 1, ring + width - 1
@@ -166,7 +169,7 @@ class NextRows:
 
 
 def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:
-    """As `delta_steps`, for the rows of a decode step on a GPU."""
+    """Compute `delta_steps` for the rows of a decode step on a GPU."""
     if not uses_triton(inputs.mixed_TC):
         return delta_steps(inputs, rings, rows.runs)
     from thresher.kernels.delta.steps_triton import fused_next
@@ -205,8 +208,9 @@ def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
 
 
 def delta_prefill(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns, plan: ChunkPlan) -> Tensor:
-    """As `delta_steps` by chunks, which is faster on a GPU: rows of runs that nothing is drawn behind, so that the
-    state behind the last one alone is kept. plan: of the runs as they were given, one after the other from row 0 on."""
+    """Compute `delta_steps` by chunks, which is faster on a GPU, for runs of which only the last state is kept.
+
+    No token is drawn after their other rows. plan: of the runs in the caller's order, contiguous from row 0 on."""
     q_TKD, k_TKD, v_TVE = inputs.heads(_convolved(inputs, rings.rows_BMC, runs))
     states = rings.state_BRVDE.flatten(0, 1)
     before_NVDE = states.index_select(0, runs.read_N.index_select(0, runs.given_N))
@@ -216,7 +220,7 @@ def delta_prefill(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns, plan: Chun
 
 
 def _products(left_X2D: Tensor, right_XDE: Tensor) -> Tensor:
-    """torch.bmm, whose bits do not depend on X: a lone matrix goes to another routine than a batch."""
+    """Compute torch.bmm with bits that do not depend on X: torch uses another routine for a single matrix."""
     if len(left_X2D) > 1:
         return torch.bmm(left_X2D, right_XDE)
     return torch.bmm(left_X2D.expand(2, -1, -1), right_XDE.expand(2, -1, -1))[:1]
@@ -225,13 +229,13 @@ def _products(left_X2D: Tensor, right_XDE: Tensor) -> Tensor:
 def _convolved(inputs: DeltaInputs, rows_BMC: Tensor, runs: DeltaRuns) -> Tensor:
     """Return silu of the convolution, [T, C] in float32, and update the ring of rows."""
     ring_XC = rows_BMC.flatten(0, 1)
-    begin_XC = ring_XC.index_select(0, runs.begin_X).masked_fill_(~runs.seen_X1, 0)  # whatever lies there
+    begin_XC = ring_XC.index_select(0, runs.begin_X).masked_fill_(~runs.seen_X1, 0)  # whatever was stored there
     source_XC = torch.cat([begin_XC, inputs.mixed_TC])
     ring_XC.index_copy_(0, runs.into_X, inputs.mixed_TC.index_select(0, runs.from_X))
     wide = torch.promote_types(source_XC.dtype, torch.float32)
     weight_WC = inputs.conv_CW.to(wide).T
     total_TC = source_XC.index_select(0, runs.window_WT[0]).to(wide) * weight_WC[0]
     for window_T, weight_C in zip(runs.window_WT[1:], weight_WC[1:], strict=True):
-        # Two operations, since a fused one would round in another way where a vector ends.
+        # Two operations, because a fused one would round differently where a vector ends.
         total_TC = total_TC + source_XC.index_select(0, window_T).to(wide) * weight_C
     return uncut(F.silu, total_TC)

@@ -1,15 +1,15 @@
-"""A decode step's rows (steps.py, `delta_next`) in Triton, in two launches.
+"""The rows of a decode step (steps.py, `delta_next`) in Triton, in two launches.
 
     rows    convolution, silu, length 1: q, k and v of the new rows; the ring of rows
     step    S <- exp(decay) S, x = beta (v - S^T k), o = (S^T q + (q . k) x) / sqrt(D), S <- S + k x^T; the ring of
             states
 
 A program of `rows` has the channels of one head of one sequence. It writes rows at positions start .. start + count - 1
-and reads those at start - W + 1 .. start - 1: the two have no place of the ring in common, for it has M = R + W - 1 and
-count is at most R.
+and reads those at start - W + 1 .. start - 1. The two have no place of the ring in common, because it has M = R + W - 1
+and count is at most R.
 
 A program of `step` has some columns of one head's state, of one sequence. It takes up to R new rows: it reads the state
-once, and writes a state behind each row.
+once, and writes a state after each row.
 
 Axes: N sequences, T = N times the most rows of one, B slots, R states and M rows of a slot's rings, C channels, W
 tokens that the convolution sees, K key heads, V value heads, D dimension of a key, E of a value.
@@ -29,7 +29,7 @@ from thresher.kernels.operands import on_device
 from thresher.kernels.registry import Specialisation
 
 # Columns of a state, warps of its program, and registers of a thread. Chosen by compiled code among 2 or 4 warps and
-# 32, 64 or 128 columns: the most bytes on their way (6 programs, 96 KiB a multiprocessor) with next to the fewest
+# 32, 64 or 128 columns: the most bytes in flight (6 programs, 96 KiB per multiprocessor) with nearly the fewest
 # instructions. Not measured.
 COLUMNS = 32
 WARPS = 2
@@ -136,7 +136,7 @@ def fused_next(
     count_N: Tensor,
     most: int,
 ) -> Tensor:
-    """As steps.py's `delta_next`: o [T, V, E], 0 for rows beyond a sequence's own, of which nothing is kept.
+    """Compute `delta_next` of steps.py: o [T, V, E], 0 for rows beyond a sequence's count, which leave no state.
 
     count: at most R. int64.
     """
@@ -192,8 +192,9 @@ def fused_next(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return what is launched for Qwen3.5's heads: 0.8B's and 27B's, with drafts and without. States are read 16 bytes
-    at a time, channels, which are few, less."""
+    """Return the specialisations for the heads of Qwen3.5 0.8B and 27B, with and without drafts.
+
+    States are read 16 bytes at a time, channels, which are few, less."""
     made = []
     for heads, ring in ((16, 2), (16, 5), (48, 2)):
         types = dict.fromkeys(("mixed", "conv", "rows", "qkv", "o"), "bf16") | dict.fromkeys(

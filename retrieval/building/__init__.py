@@ -1,4 +1,4 @@
-"""From a corpus to an index folder: encode, resume, build the structure, measure recall; and plan all that beforehand.
+"""From a corpus to an index folder: encode, resume, build the structure, measure recall; and plan it beforehand.
 
-May come in: policy, rewards; of retrieval, all but datasets and serving. `commands` is what `thresher index` does.
+May import policy, rewards and, of retrieval, all but datasets and serving. `commands` implements `thresher index`.
 """

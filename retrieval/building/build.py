@@ -1,7 +1,7 @@
 """Build an index folder of vectors; a killed build resumes to the same bytes (docs/retrieval.md).
 
 `OUT.building` holds `building.json` (corpus, encoder, text, kind), `vectors.npy`, and an unfinished structure
-(`structures.grow`); it becomes OUT once all is written. RAM is the structure's size plus two slices of 64 MiB.
+(`structures.grow`); it is renamed to OUT when complete. RAM is the structure's size plus two slices of 64 MiB.
 
 Shape letters: N passages, Q queries, D dimension, B a slice, F candidates.
 """
@@ -50,10 +50,10 @@ QUERIES = 200
 QUERY_WORDS = 12
 SEED = 4321
 KS = (5, 10)
-# Candidates fetched per hit, few first: where the structure holds whole vectors, and where it estimates their order.
+# Candidates fetched per hit, in the order tried: if the structure has whole vectors, and if it estimates their order.
 WHOLE_FACTORS, CODE_FACTORS = (1,), (2, 4, 16, 64)
-# A step of the search parameter that brings less than this is not worth the next, as long as more candidates may be
-# fetched instead.
+# If a step of the search parameter gains less recall than this, more candidates are fetched next, if possible, in place
+# of a further step.
 LEAST_GAIN = 0.004
 BATCH = 64
 
@@ -81,7 +81,7 @@ class SampleTruth:
         self._kth = {k: [ranked[k - 1][1] for ranked in best] for k in self.ks}
 
     def recall(self, top: Top, k: int) -> float:
-        """Return the share of the exact top `k` that `top` finds, mean over the queries."""
+        """Return the share of the exact top `k` that `top` finds, averaged over the queries."""
         good = 0
         for query_D, hits, kth in zip(self.query_QD, top(self.query_QD, k), self._kth[k], strict=True):
             rows = np.array([row for row, _ in hits], np.int64)
@@ -89,7 +89,7 @@ class SampleTruth:
         return good / (k * len(self.query_QD))
 
     def recalls(self, top: Top) -> dict[str, float]:
-        """Return the recall at every k by name, the number of queries, and searches a second in batches of 64."""
+        """Return the recall at every k by name, the number of queries, and searches per second in batches of 64."""
         figures = {f"recall_at_{k}": self.recall(top, k) for k in self.ks}
         started = time.perf_counter()
         for start in range(0, len(self.query_QD), BATCH):
@@ -99,8 +99,8 @@ class SampleTruth:
 
 
 def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile) -> Vectors:
-    """Return float32 [Q, D] of at most 200 queries: runs of words of passages drawn by a fixed seed, or the passages'
-    own vectors where no run gives one."""
+    """Return float32 [Q, D] of at most 200 queries. These are runs of words of passages drawn with a fixed seed, or the
+    passages' own vectors if no run gives one."""
     rows = sample_rows(len(corpus), min(QUERIES, len(corpus)), SEED)
     draw = np.random.default_rng(SEED)
     texts = []
@@ -116,8 +116,8 @@ def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: Vector
 def tune(
     search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
 ) -> None:
-    """Set `search` to the fewest candidates and the lowest parameter whose recall is at least `wanted` at every k, or
-    else to the best one tried. Time is no criterion, for it would not repeat."""
+    """Set the fewest candidates and the lowest parameter of `search` with a recall of at least `wanted` at every k.
+    If there are none, set the best ones tried. Time is not a criterion, because it is not reproducible."""
     best = (-1.0, search.value, search.factor)
     for factor in factors:
         before = -1.0
@@ -153,10 +153,10 @@ KEEPS = (*KEPT_FILES, NOT_KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSettings:
-    """Settings of a build; UserError where they do not fit each other.
+    """Settings of a build; UserError if they contradict each other.
 
-    `keep`: how an approximate index keeps the vectors for exact scores: float32, float16 or none. `recall`: what its
-    search parameters are chosen for. `reason` goes to the manifest.
+    `keep`: how an approximate index keeps the vectors for exact scores: float32, float16 or none. `recall`: the recall
+    for which its search parameters are chosen. `reason` is written to the manifest.
     """
 
     kind: Kind
@@ -180,7 +180,7 @@ class BuildSettings:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the finished folder keeps the vectors, or none."""
+        """Return the dtype in which the finished folder keeps the vectors, or none."""
         return self.kind.codes if self.kind.exact else self.keep
 
 
@@ -189,8 +189,8 @@ def build_folder(
 ) -> Manifest:
     """Build the index `folder`, or resume it from `<folder>.building`, and return its manifest.
 
-    UserError when `folder` exists, another process is building it, the unfinished one has another corpus, encoder or
-    text, or the disk is too small. Another kind over the same vectors keeps what was encoded.
+    UserError if `folder` exists, another process is building it, the unfinished one has another corpus, encoder or
+    text, or the disk is too small. For another kind over the same vectors, the encoded vectors are kept.
     """
     folder = Path(folder)
     refuse_existing(folder)
@@ -212,8 +212,8 @@ def build_index(
     embed: str = "text",
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Index:
-    """Encode every passage and write an exact index into `folder`, which appears whole or not at all; an interrupted
-    build leaves nothing (`build_folder` resumes). UserError for a folder that exists."""
+    """Encode every passage and write an exact index to `folder`, completely or not at all. An interrupted build leaves
+    nothing (`build_folder` resumes). UserError for a folder that exists."""
     folder = Path(folder)
     with staged_folder(folder) as staged:
         kind = parse_kind("flat", len(corpus), encoder.dim)
@@ -229,8 +229,8 @@ def work_folder(folder: Path) -> Path:
 def fill_folder(
     work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Finish in `work` an index that will lie at `folder`, as `build_folder`. The manifest is written last, then the
-    files that only the build needs are removed, then the hashes are written."""
+    """Complete in `work` the index that will be at `folder`; see `build_folder`. The manifest is written last. Then the
+    files that only the build needs are removed, and the hashes are written."""
     _take_up(work, corpus, encoder, settings)
     if not (work / MANIFEST).is_file():
         _fill(work, folder, corpus, encoder, settings, on_stage).write(work)
@@ -272,9 +272,9 @@ def _fill(
 
 
 def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings) -> None:
-    """Compare what `work` was begun for with what is wanted now, and remove files of no further use."""
+    """Compare the recorded settings of `work` with the present ones, and remove files that have no further use."""
     for torn in work.glob(".*.tmp"):
-        torn.unlink()  # a file that a kill left on its way to its name
+        torn.unlink()  # a temporary file of a killed process
     path = work / RECORD_FILE
     wanted = {
         "corpus": corpus.sha256,
@@ -314,8 +314,8 @@ def _encode(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile, o
 
 
 def _keep(vectors: VectorFile, work: Path, dtype: str, on_stage: OnStage) -> VectorFile | None:
-    """Return the file that the finished index keeps, made from `vectors` where it is another one; None if none is
-    kept."""
+    """Return the vector file that the finished index keeps; None if it keeps none. If its dtype is not that of
+    `vectors`, it is made from them."""
     if dtype == NOT_KEPT:
         return None
     if dtype == "float32":
@@ -349,7 +349,7 @@ def _measure(
         return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)
     exact = None if kept is None else RowScores(kept.take)
     search = ApproximateSearch(candidates_of(settings.kind, index), exact, vectors.rows, 1, 1)
-    # Estimates that are not scored again gain nothing from more of them.
+    # More candidates do not help if their estimated scores are not replaced by exact ones.
     factors = CODE_FACTORS if settings.kind.estimates and exact is not None else WHOLE_FACTORS
     tune(search, truth, settings.recall, factors, on_stage)
     parameters = {search.candidates.parameter: search.value, "candidates": search.factor}
@@ -361,7 +361,7 @@ def _largest_norm(vectors: VectorFile) -> float:
 
 
 def _tidy(work: Path, settings: BuildSettings) -> None:
-    """Remove what the finished index does not need; the manifest is there already, so a kill here loses nothing."""
+    """Remove files that the finished index does not need. The manifest exists already, so a kill here loses nothing."""
     for dtype, name in KEPT_FILES.items():
         if dtype != settings.dtype:
             VectorFile(work / name, 0, 1).remove()
@@ -370,7 +370,7 @@ def _tidy(work: Path, settings: BuildSettings) -> None:
 
 
 def _publish(work: Path, folder: Path) -> None:
-    """Give the finished folder its name, all of it being on the disk."""
+    """Flush the finished folder to disk, and rename it."""
     for path in (*sorted(work.rglob("*")), work):
         flush(path)
     os.rename(work, folder)
@@ -378,7 +378,7 @@ def _publish(work: Path, folder: Path) -> None:
 
 
 def _check_disk(work: Path, settings: BuildSettings, passages: int, dim: int) -> None:
-    """Raise UserError where what is still to be written will not fit."""
+    """Raise UserError if the disk has no room for the files that are still to be written."""
     half = 2 * passages * dim if settings.dtype == "float16" else 0
     needed = estimate(settings.kind, passages, dim).disk_bytes + half
     needed = max(needed, 4 * passages * dim + half)

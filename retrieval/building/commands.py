@@ -30,8 +30,8 @@ from thresher.retrieval.retriever import Hit, Retriever
 MRR_DEPTH = 10
 SEARCH_BATCH = 64
 WORDS = "bm25"
-RECALL, KEEP = 0.95, "float32"  # where none is given
-# A larger corpus file is left on the disk, with the offsets of its passages in the index folder.
+RECALL, KEEP = 0.95, "float32"  # the defaults
+# A larger corpus file is left on disk, with the offsets of its passages in the index folder.
 READ_WHOLE_BYTES = 512 * 2**20
 
 
@@ -51,15 +51,15 @@ def build(
     skip_empty: bool = False,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Read a corpus, take or fit the encoder, and write the index folder `out`; run again after a kill, it resumes.
+    """Read a corpus, load or fit the encoder, and write the index folder `out`; after a kill, a new call resumes.
 
     encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or a trained encoder's
-    folder, to which `encoder_options` go (`load_encoder`). kind: as `parse_kind` has it; without it `memory` ("16GB")
-    decides, and without either it is flat. recall, keep: as BuildSettings; chunk_words, skip_empty: as `open_corpus`.
+    folder, loaded with `encoder_options` (`load_encoder`). kind: see `parse_kind`; if None, `memory` ("16GB") decides,
+    and if both are None it is flat. recall, keep: see BuildSettings. chunk_words, skip_empty: see `open_corpus`.
 
-    Returns figures: corpus, index, kind, passages, encoder, embed, seconds; with vectors dim and vectors_mib (MiB in
-    float32), search parameters, recall, note, reason, and passages_cut, of which a trained encoder did not read the
-    end; with chunks or empty records records and skipped_empty.
+    Returns the figures corpus, index, kind, passages, encoder, embed, seconds; for vectors also dim, vectors_mib (MiB
+    in float32), search parameters, recall, note, reason, and passages_cut (passages that a trained encoder truncated);
+    with chunk_words or skip_empty also records and skipped_empty.
     """
     started = time.perf_counter()
     check_embed(embed)
@@ -99,7 +99,7 @@ def build(
 
 
 def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
-    """Return the corpus, in memory if it is small and unchanged, else on disk with its offsets beside the index."""
+    """Return the corpus, in memory if it is small and unchanged, else on disk with its offsets next to the index."""
     if chunk_words == 0 and not skip_empty and (not path.is_file() or path.stat().st_size <= READ_WHOLE_BYTES):
         return read_corpus(path)
     return open_corpus(path, work_folder(out), chunk_words=chunk_words, skip_empty=skip_empty)
@@ -110,7 +110,7 @@ def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str,
         refuse_hub_id(name)
         if not Path(name).is_dir():
             raise UserError(f"encoder is {name!r}; expected {LexicalEncoder.name}, {WORDS} or the folder of a model")
-        # Lazily, for it imports torch.
+        # Imported here, because it imports torch.
         from thresher.retrieval.encoders.learned import load_encoder
 
         encoder = load_encoder(name, **options)
@@ -176,9 +176,9 @@ def search_file(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Search every {"id", "question"} of `queries_path`; write {"id", "hits": [{"id", "title", "score"}]} a line.
+    """Search every {"id", "question"} of `queries_path`; write one {"id", "hits": [{"id", "title", "score"}]} per line.
 
-    Returns queries, hits, k and seconds (of searching alone). After a UserError nothing is written.
+    Returns queries, hits, k and seconds (of the search only). After a UserError nothing is written.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
@@ -207,11 +207,11 @@ def check(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Measure the index against the "gold_titles" of `queries_path`, means over the queries:
+    """Measure the index against the "gold_titles" of `queries_path`.
 
-    recall (share of the distinct gold titles among the first `k` passages), full_recall (1 if all of them are),
-    mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k and absent_titles,
-    the number of distinct gold titles that no passage has.
+    Returns means over the queries: recall (share of the distinct gold titles among the first `k` passages), full_recall
+    (1 if all of them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also returns
+    queries, k and absent_titles, the number of distinct gold titles that no passage has.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)

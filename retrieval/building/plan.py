@@ -1,20 +1,21 @@
-"""`thresher index plan`: the bytes and times of an index of N passages, before anything is built.
+"""`thresher index plan`: prediction of the bytes and times of an index of N passages, before anything is built.
 
-Bytes are arithmetic (`kinds.estimate`). Times are rates measured on this machine (`Calibration`, `measure_words`) in
-these laws, with d dimensions, C lists, T training vectors, F multiply-adds a second, w bytes a second to the disk,
-n calibration vectors, and `scan`, the seconds per vector looked at. They hold while the index is in memory.
+Bytes are computed (`kinds.estimate`). Times follow from rates measured on this machine (`Calibration`, `measure_words`)
+by these laws, with d dimensions, C lists, T training vectors, F floating-point operations per second, w bytes per
+second to disk, n calibration vectors, and `scan`, the seconds per scanned vector. They hold while the index is in
+memory.
 
   search, exact     N * scan
   search, lists     C * scan + (nprobe / C) N * scan of a list         nprobe is assumed to be C / 32
   search, graph     time on n vectors * log N / log n                  efSearch is assumed to be 128
-  build, all        (bytes on disk) / w                                after encoding, which is not in it
+  build, all        (bytes on disk) / w                                encoding is not included
   build, lists      + 10 rounds * T C 2d / F     training
                     + N C 2d / F                 assigning
                     + N * coding + 15 rounds of codes, for PQ; 10 decompositions + 76 rounds, for OPQ
-  build, PCA        the same with p for d, and N p 2d / F
+  build, PCA        the same with p directions for d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
-  BM25              N times the cost of a made-up passage, and for its vocabulary some sqrt(N)
+  BM25              N times the cost of a synthetic passage, and a multiple of sqrt(N) for the vocabulary
 """
 
 import math
@@ -57,7 +58,7 @@ from thresher.retrieval.indexes.kinds import (
 from thresher.retrieval.indexes.structures import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
 from thresher.retrieval.passages import Passage
 
-# Hits that a timed search is asked for.
+# Hits per query of a timed search.
 K = 10
 REPEATS = 2
 
@@ -70,12 +71,12 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def best_time(call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few calls, after one that is not counted."""
+    """Return the seconds of the fastest of a few calls, after a warm-up."""
     call()
     return min(timed(call) for _ in range(REPEATS))
 
 
-# Enough that a search's fixed cost is lost in it; and as many as memory is traced for, which is slow.
+# Passages that are timed, enough to make a search's fixed cost negligible, and whose memory is traced, which is slow.
 WORD_SAMPLE, TRACED = 16_384, 8_192
 PASSAGE_WORDS, REPEATED, QUERY_WORDS, WORD_QUERIES = 100, 20, 12, 16
 VOCABULARY = 200_000
@@ -83,7 +84,7 @@ VOCABULARY = 200_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Bytes of N passages: `passage` for each, and a vocabulary that grows with the root of N (Heaps' law)."""
+    """Bytes of N passages: `passage` for each, and a vocabulary that grows with the square root of N (Heaps' law)."""
 
     passage: float
     root: float
@@ -94,7 +95,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordRates:
-    """Peak RAM of a build, bytes on disk; per passage, seconds to build and of a search for 12 words."""
+    """Peak RAM of a build, and bytes on disk; seconds per passage to build, and to search for 12 words."""
 
     build_bytes: Growth
     disk_bytes: Growth
@@ -103,14 +104,14 @@ class WordRates:
 
 
 def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
-    """Measure indexes of `sample` passages and of a quarter, and the RAM of `traced` and of a quarter."""
+    """Measure indexes of `sample` passages and of a quarter of them, and RAM for `traced` and for a quarter of them."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         corpus, few = made_up(sample), made_up(sample // 4)
         build = timed(lambda: build_bm25(corpus, folder / "all"))
         build_bm25(few, folder / "few")
         retriever = load_bm25(folder / "all", corpus)
-        # No query twice, for the second time its answer is known.
+        # No query is repeated, because its answer would be cached.
         queries = (" ".join(passage.text.split()[:QUERY_WORDS]) for passage in corpus)
         search = best_time(lambda: retriever.search(list(islice(queries, WORD_QUERIES)), K)) / WORD_QUERIES
         return WordRates(
@@ -122,7 +123,7 @@ def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
 
 
 def _growth(passages: int, of_a_quarter: float, of_all: float) -> Growth:
-    """Return the growth that gives both measurements."""
+    """Return the growth that reproduces both measurements."""
     linear = max(0.0, (of_all - 2 * of_a_quarter) / (passages / 2))
     return Growth(passage=linear, root=(of_all - linear * passages) / math.sqrt(passages))
 
@@ -141,10 +142,10 @@ def _peak_bytes(corpus: Corpus, folder: Path) -> int:
 
 
 def made_up(passages: int) -> Corpus:
-    """Return a corpus of made-up passages, the same for the same number.
+    """Return a corpus of synthetic passages, the same for the same number.
 
-    They have 100 words each, as wiki-18's have, of a vocabulary of 200,000 by Zipf's law; a fifth of the words repeat
-    one of the same passage, so that a query's word is in a quarter of the passages, as in HotpotQA's.
+    Each has 100 words, like wiki-18's, from a vocabulary of 200,000 with Zipf's law. A fifth of the words repeat one of
+    the same passage, so that a word of a query is in a quarter of the passages, as in HotpotQA's.
     """
     draw = np.random.default_rng(0)
     share_V = 1 / np.arange(1, VOCABULARY + 1)
@@ -156,17 +157,17 @@ def made_up(passages: int) -> Corpus:
     return Corpus([Passage(str(row), "", text) for row, text in enumerate(texts)])
 
 
-# 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.
+# 200 MB at 768 dimensions: more than a processor's caches hold, because a scan of cached vectors would be faster.
 SAMPLE = 65_536
-# Of these, as many go into a graph, and train codes.
+# The number of these that are put into a graph, and that train codes.
 FEW = 16_384
 LEAST_SAMPLE = 2_000
 BATCH = 64
-# Queries asked one by one, of a scan and of a graph.
+# Queries that are searched one by one, in a scan and in a graph.
 ALONE, ALONE_GRAPH = 4, 32
-# Lists of the small index whose scan is timed, and how many of them a query looks through.
+# Lists of the small index whose scan is timed, and the number of them that a query scans.
 LISTS, PROBES = 64, 16
-# Centroids of the product by which training and filling lists are timed.
+# Centroids of the matrix product that gives the times of training and filling lists.
 CENTROIDS = 1_024
 TRAIN_ROUNDS = 1
 GRAPH_PARTS = 16
@@ -180,7 +181,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """Seconds per query and vector looked at, a query searched alone and in a batch of 64."""
+    """Seconds per query and scanned vector, for a single query and for one in a batch of 64."""
 
     one: float
     batch: float
@@ -207,7 +208,7 @@ class CodeRates:
 
 
 def _once(measure: Callable[..., T]) -> Callable[..., T]:
-    """Make a method of Calibration measure once for the same arguments."""
+    """Wrap a method of Calibration so that it measures only once for the same arguments."""
 
     @wraps(measure)
     def known(self: "Calibration", *arguments: Any) -> T:
@@ -220,10 +221,10 @@ def _once(measure: Callable[..., T]) -> Callable[..., T]:
 
 
 class Calibration:
-    """Rates at `dim` dimensions, each measured at its first use: the best of a few runs, for a graph the median.
+    """Rates at `dim` dimensions, each measured on first use: the best of a few runs, or the median for a graph.
 
-    The vectors are random with a falling spectrum, as embeddings have: a graph over vectors without any structure is
-    searched far longer. Exact kinds are timed through the code that will search them, the others through FAISS.
+    The vectors are random with a decaying spectrum, like embeddings, because searching a graph over vectors without any
+    structure takes far longer. Exact kinds are timed with the code that will search them, the others with FAISS.
     """
 
     def __init__(self, dim: int, sample: int = SAMPLE) -> None:
@@ -248,13 +249,13 @@ class Calibration:
 
     @_once
     def flat(self, half: bool) -> Speed:
-        """Return the speed of the exact scan of float32 vectors, or of float16 ones that are widened."""
+        """Return the speed of the exact scan of float32 vectors, or of float16 vectors, which are converted."""
         rows = ExactRows(self._vectors_ND.astype(np.float16) if half else self._vectors_ND)
         return self._speed(lambda query_QD: rows.top(query_QD, K), self.sample)
 
     @_once
     def multiply(self) -> float:
-        """Return the multiply-adds a second, times 2, of assigning vectors to their nearest centroids."""
+        """Return the multiply-adds per second, times 2, of assigning vectors to their nearest centroids."""
         centroids = faiss.IndexFlatIP(self.dim)
         count = min(CENTROIDS, self.sample)
         centroids.add(self._vectors_ND[:count])
@@ -263,7 +264,7 @@ class Calibration:
 
     @_once
     def lists(self, codes: str) -> Speed:
-        """Return the scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
+        """Return the scan speed of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
         index = faiss.index_factory(self.dim, f"IVF{LISTS},{codes}", faiss.METRIC_INNER_PRODUCT)
         faiss.extract_index_ivf(index).cp.niter = 1
         faiss.extract_index_ivf(index).cp.min_points_per_centroid = 1
@@ -273,8 +274,8 @@ class Calibration:
 
     @_once
     def product(self, pq: int, opq: bool, trained: int) -> CodeRates:
-        """Return the rates of product codes of `pq` bytes, rotated or not, trained on `trained` vectors: of few of
-        them, such as 12,000, FAISS's k-means takes seven times as long a vector as of many."""
+        """Return the rates of product codes of `pq` bytes, rotated or not, trained on `trained` vectors. With few, such
+        as 12,000, FAISS's k-means takes seven times as long per vector as with many."""
         part_ND = self._vectors_ND[:trained]
         train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
         index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
@@ -301,7 +302,7 @@ class Calibration:
         first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
         index.add(first)
         later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
-        # The median of the last half, for a build is long and sees the machine as it is on average.
+        # The median of the last half, because a build is long and runs at the machine's average speed.
         add = median(later[len(later) // 2 :])
         return GraphRates(vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K)))
 
@@ -313,19 +314,19 @@ class Calibration:
     def _quantiser(self, pq: int) -> Any:
         quantiser = faiss.ProductQuantizer(self.dim, pq, 8)
         quantiser.cp.niter = TRAIN_ROUNDS
-        # FAISS writes a warning to the terminal for every clustering of a small sample.
+        # Without this, FAISS writes a warning to the terminal for every clustering of a small sample.
         quantiser.cp.min_points_per_centroid = 1
         return quantiser
 
     def _scan(self, index: Any) -> Speed:
-        """Return the speed per vector of lists of average length: the lists near a query are longer (by 1.8 in one
-        index of 10^5), and that is in the figure."""
+        """Return the speed per vector for lists of average length. The lists near a query are longer (by 1.8 in one
+        index of 10^5), which the figure includes."""
         index.nprobe = PROBES
         return self._speed(lambda query_QD: index.search(query_QD, K), self.sample * PROBES / LISTS)
 
     def _cold(self, search: Callable[[Vectors], object]) -> Speed:
-        """Return the seconds per query where no cache holds what is looked at: a graph small enough to be built here
-        lies in one, and the graph that is planned does not. Threads share out a batch."""
+        """Return the seconds per query with cold caches: a graph that is small enough to be built here fits into them,
+        but the planned graph does not. A batch is divided among the threads."""
         search(self._queries_QD)
         times = []
         for query_D in self._queries_QD[:ALONE_GRAPH]:
@@ -334,8 +335,8 @@ class Calibration:
         return Speed(one=median(times), batch=median(times) / min(self.threads, BATCH))
 
     def _speed(self, search: Callable[[Vectors], object], looked_at: float) -> Speed:
-        """Return the seconds per query and vector, a query looking at `looked_at` of them. The queries asked alone
-        differ: one asked again would find its vectors in the processor's cache."""
+        """Return the seconds per query and vector, if a query scans `looked_at` vectors. The single queries differ,
+        because the vectors of a repeated query would be in the processor's cache."""
 
         def one_by_one() -> None:
             for query_D in self._queries_QD[:ALONE]:
@@ -348,7 +349,7 @@ class Calibration:
 
 
 def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
-    """Return float32 [count, dim] of norm 1; coordinate i has the deviation (1 + i)^-1/2 before."""
+    """Return float32 [count, dim] of norm 1; before normalisation, coordinate i has the deviation (1 + i)^-1/2."""
     vectors_ND = np.random.default_rng(seed).standard_normal((count, dim), np.float32)
     vectors_ND *= np.arange(1, dim + 1, dtype=np.float32) ** -0.5
     vectors_ND /= np.linalg.norm(vectors_ND, axis=1, keepdims=True)
@@ -356,7 +357,7 @@ def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
 
 
 def disk_rate(folder: str | Path) -> float:
-    """Measure the bytes a second written to the disk of `folder`, or of the nearest folder above that exists."""
+    """Measure the bytes per second written to the disk of `folder`, or of its nearest parent that exists."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent
@@ -377,7 +378,7 @@ def disk_rate(folder: str | Path) -> float:
 
 
 def encode_rate(encoder: Encoder) -> float:
-    """Return the passages of 100 words that `encoder` turns into vectors a second, measured for about 4 seconds."""
+    """Return the passages of 100 words that `encoder` encodes per second, measured for about 4 seconds."""
     batch = [PASSAGE] * 8
     encoder.encode_passages(batch)
     started, done = time.perf_counter(), 0
@@ -388,14 +389,14 @@ def encode_rate(encoder: Encoder) -> float:
 
 
 ALL, WORDS = "all", "bm25"
-# Bytes of RAM a passage that a search by words holds: its score, and row and score of one that has such a word.
+# Bytes of RAM per passage in a search by words: its score, and row and score if it has one of the words.
 WORD_SEARCH_BYTES = 16
 LISTS_PER_PROBE = 32
 ASSUMED_EFSEARCH = 128
-# Share of the time to add a vector to a graph that each doubling of the graph adds; so it was from 10^4 to 10^5 x 768.
+# Fraction by which each doubling of a graph increases the time to add a vector, as measured from 10^4 to 10^5 x 768.
 GRAPH_GROWTH = 0.25
-# Trying the values of the search parameter one after the other, for two k, comes to about so many times the search that
-# is settled on; where there is none to choose, the sample is searched for two k, and once more for its speed.
+# TRIES: the time of trying the values of the search parameter, for two k, relative to the search with the chosen value.
+# MEASURES: without a parameter to choose, the sample is searched for two k, and once more for its speed.
 TRIES = 6
 MEASURES = 3
 COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query", str(BATCH), "parameter", "recall")
@@ -403,8 +404,8 @@ COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlan:
-    """One kind's needs: bytes (`gpu_bytes` 0 without a form for GPUs), seconds to build once the passages are encoded,
-    of a search alone and of a batch of 64, and the assumed nprobe or efSearch (`effort`)."""
+    """One kind's requirements: bytes (`gpu_bytes` is 0 if it has no form for GPUs), seconds to build after the passages
+    are encoded, of a single search and of a batch of 64, and the assumed nprobe or efSearch (`effort`)."""
 
     kind: str
     fits: bool
@@ -442,7 +443,7 @@ def plan(
 ) -> list[IndexPlan]:
     """Plan each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words.
 
-    `memory` is in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or does not fit the
+    `memory` is in bytes, `disk_rate` in bytes per second. UserError for a kind that does not exist or does not fit the
     vectors, and for fewer than 1 passage or dimension.
     """
     if passages < 1 or dim < 1:
@@ -459,7 +460,7 @@ def plan(
 
 
 def advice(passages: int, dim: int, memory: int) -> str:
-    """Return which kind to build within `memory` bytes, in a sentence; or that none fits."""
+    """Return a sentence that says which kind to build within `memory` bytes, or that none fits."""
     try:
         name, reason = choose_kind(passages, dim, memory)
     except UserError as error:
@@ -550,8 +551,8 @@ def _projecting(kind: Kind, passages: int, dim: int, calibration: Calibration) -
 
 
 def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotation: float) -> float:
-    """Return the seconds of training codes. A round of OPQ is a rotation and some rounds of codes, more of them in the
-    first."""
+    """Return the seconds of training codes. A round of OPQ is a rotation and some rounds of codes, with more of these
+    in the first round."""
     round_ = min(trained, TRAIN_CODES) * per_vector
     if not kind.opq:
         return PQ_ROUNDS * round_
@@ -560,12 +561,12 @@ def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotati
     return OPQ_ROUNDS * rotation + rounds * round_
 
 
-# By a kind's family, how times grow with N: (seconds to build, of a search, the parameter assumed).
+# The laws by which times grow with N, by family of a kind: (seconds to build, of a search, the assumed parameter).
 LAWS = {"flat": _exact_times, "flat16": _exact_times, "hnsw": _graph_times, "ivf": _list_times}
 
 
 def show_seconds(seconds: float) -> str:
-    """Return `seconds` for a reader: "2.1 ms", "35 s", "5.8 h", "2.3 days"."""
+    """Return `seconds` in readable form: "2.1 ms", "35 s", "5.8 h", "2.3 days"."""
     for size, unit, most in ((1e-3, "ms", 1.0), (1.0, "s", 120.0), (60.0, "min", 7200.0), (3600.0, "h", 172_800.0)):
         if seconds < most:
             return f"{seconds / size:.3g} {unit}"

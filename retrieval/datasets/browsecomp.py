@@ -1,9 +1,9 @@
-"""BrowseComp-Plus: text that its makers obfuscate, and the corpus that its questions are asked of.
+"""BrowseComp-Plus: decoding of its obfuscated texts, and the corpus of its questions.
 
-The questions' file holds {"query_id", "query", "answer", "evidence_docs", "gold_docs", "negative_docs"}, the last three
-lists of {"docid", "text", "url"}. All strings but "query_id" are base64 of UTF-8, each byte XORed with the SHA-256 of a
-published string, the canary, over and over. The corpus is {"docid", "text", "url"} in clear. Most of its texts begin
-with lines between two of `---`, of which the first is `title: ..`.
+A question is {"query_id", "query", "answer", "evidence_docs", "gold_docs", "negative_docs"}; the last three are lists
+of {"docid", "text", "url"}. All strings except "query_id" are base64 of UTF-8, with its bytes XORed with the repeated
+SHA-256 of a published string, the canary. The corpus is {"docid", "text", "url"} in plain text. Most of its texts begin
+with a header between two lines `---`; its first line is `title: ..`.
 """
 
 import base64
@@ -21,7 +21,7 @@ TITLE = re.compile(r"---\s*\ntitle:[ \t]*([\"']?)(.+?)\1[ \t]*\n")
 
 
 def is_obfuscated(text: object) -> bool:
-    """Return whether a question is base64; one in clear has spaces."""
+    """Return whether a question is base64; one in plain text has spaces."""
     try:
         return isinstance(text, str) and len(base64.b64decode(text, validate=True)) > 0
     except ValueError:
@@ -29,7 +29,7 @@ def is_obfuscated(text: object) -> bool:
 
 
 def reveal(text: object, canary: str | None, where: str) -> object:
-    """Return the text in clear; itself without a canary. UserError, starting with `where`, for another canary."""
+    """Return the decoded text; `text` itself without a canary. UserError, starting with `where`, for a wrong canary."""
     if canary is None or not isinstance(text, str):
         return text
     try:
@@ -46,7 +46,7 @@ def reveal(text: object, canary: str | None, where: str) -> object:
 
 
 def iter_documents(paths: Iterable[str | Path], empty: list[str]) -> Iterator[Passage]:
-    """Yield the corpus as passages with the titles of their texts. The ids of documents without text go to `empty`."""
+    """Yield the corpus as passages with the titles of their texts. Ids of documents without text are put in `empty`."""
     for path in paths:
         for row, (where, record) in enumerate(iter_rows(path)):
             if record.get("docid") is None:

@@ -1,7 +1,7 @@
-"""Records out of files of any make: JSON lines, one JSON list, TriviaQA's object with its "Data", CSV, TSV, parquet.
+"""Records from all kinds of files: JSON lines, one JSON list, TriviaQA's object with its "Data", CSV, TSV, parquet.
 
 All are read in pieces: a JSON list needs the memory of its longest item, parquet that of a batch. `.gz` may follow
-every name but parquet's.
+every name except parquet's.
 """
 
 import codecs
@@ -26,7 +26,7 @@ from thresher.common.jsonl import (
 )
 from thresher.retrieval.passages import iter_table
 
-PIECE = 1 << 20  # characters of a JSON list read at a time, at least
+PIECE = 1 << 20  # minimum number of characters of a JSON list to read at a time
 BATCH = 1024  # rows of parquet
 DATA = re.compile(rb'"Data"\s*:\s*\[')
 SPACE = re.compile(r"[\s,]*")
@@ -34,8 +34,8 @@ TEXT_SPACE = re.compile(r"\s*")
 
 
 def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) for every record of `path`; error messages begin with `where`. A name in `.jsonl`, `.csv`,
-    `.tsv` or `.parquet` decides on the reader, else the first characters do."""
+    """Yield (where, record) for every record of `path`; error messages begin with `where`. A suffix `.jsonl`, `.csv`,
+    `.tsv` or `.parquet` determines the reader, else the first characters do."""
     path = Path(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     head = read_head(path).removeprefix(BOM).lstrip()
@@ -56,7 +56,7 @@ def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def plain(value: object) -> Any:
-    """Return `value` as JSON can hold it: NaN and infinities become null, dates and bytes strings."""
+    """Return `value` in the types of JSON: NaN and infinities become null, dates and bytes become strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,7 +69,7 @@ def plain(value: object) -> Any:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether the line is a whole object, or one cut off where the head ends."""
+    """Return whether the line is a complete object, or one that is truncated at the end of the head."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -77,14 +77,14 @@ def _is_object(line: bytes) -> bool:
 
 
 class _Text:
-    """The text of a JSON file, of which a window is in memory."""
+    """The text of a JSON file, with a window of it in memory."""
 
     def __init__(self, path: Path) -> None:
         self.window, self.at, self.ended = "", 0, False
         self._pieces = self._read(path)
 
     def more(self) -> None:
-        """Forget what lies before `at`, and hold at least twice as much after it."""
+        """Drop the window's text before `at`, and read until it is at least twice as long as the rest."""
         self.window, self.at = self.window[self.at :], 0
         wanted = max(PIECE, 2 * len(self.window))
         parts = [self.window]
@@ -97,7 +97,7 @@ class _Text:
         self.window = "".join(parts)
 
     def skip(self, pattern: re.Pattern[str]) -> str:
-        """Pass over what `pattern` matches; the character after it, "" at the end of the file."""
+        """Advance `at` past a match of `pattern`; return the character there, "" at the end of the file."""
         while True:
             match = pattern.match(self.window, self.at)
             self.at = match.end() if match else self.at
@@ -106,7 +106,7 @@ class _Text:
             self.more()
 
     def value(self, where: str) -> object:
-        """Return the JSON value that begins at `at`, and set `at` behind it."""
+        """Return the JSON value that begins at `at`, and advance `at` past it."""
         decode = json.JSONDecoder().raw_decode
         while True:
             try:
@@ -117,7 +117,7 @@ class _Text:
             except (RecursionError, ValueError) as error:
                 raise UserError(f"{where}: not valid JSON ({error}); fix or remove this record") from None
             else:
-                if end < len(self.window) or self.ended:  # a number at the window's end may go on after it
+                if end < len(self.window) or self.ended:  # a number at the window's end may continue after it
                     self.at = end
                     return found
             self.more()
@@ -139,7 +139,7 @@ class _Text:
 
 
 def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tuple[str, Record]]:
-    """Yield the items of a JSON list, or of the list under `key` of one JSON object, from 1."""
+    """Yield the items of a JSON list, or of the list under `key` of one JSON object, numbered from 1."""
     text = _Text(path)
     if key is not None:
         _enter(text, key, path)
@@ -168,7 +168,7 @@ def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tupl
 
 
 def _enter(text: _Text, key: str, path: Path) -> None:
-    """Pass over the keys of an object that come before `key`, up to its list."""
+    """Skip the keys of an object before `key`, up to its list."""
     text.skip(TEXT_SPACE)
     text.at += 1  # the brace
     if not _pass_keys(text, key, path):
@@ -176,7 +176,7 @@ def _enter(text: _Text, key: str, path: Path) -> None:
 
 
 def _pass_keys(text: _Text, key: str | None, path: Path) -> bool:
-    """Pass over keys of an object, up to the list under `key`. Return whether it is there."""
+    """Skip keys of an object, up to the list under `key`. Return whether it was found."""
     while text.skip(SPACE) == '"':
         name = text.value(str(path))
         if text.skip(TEXT_SPACE) != ":":
@@ -227,7 +227,7 @@ def _iter_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def parsed(value: object, where: str) -> object:
-    """Return `value`, or the JSON that it is as a string."""
+    """Return `value`, parsed as JSON if it is a string."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,10 +1,10 @@
-"""From published files to one file of our own records: read, skip and count, sample, mix, pool the passages, write.
+"""Conversion of published files to one file of our records: read, skip and count, sample, mix, pool passages, write.
 
-A source is one question set: a name, its files, and how many of its questions are wanted. Without a seed the first ones
-are taken; with one, each source is sampled by a seed of its own and the whole is shuffled. Where several sources are
-mixed, an id becomes `name/id` and the metadata gets "dataset". A question whose id another one has gets its hash behind
-it: merged files, such as Search-R1's, count from 0 in each of their sets. Records that are left out are counted by
-reason.
+A source is one question set: a name, its files, and the number of its questions to take. Without a seed the first ones
+are taken; with a seed, each source is sampled with a separate seed and all questions are shuffled. If several sources
+are mixed, an id becomes `name/id` and the metadata gets "dataset". If the id of a question was used for another one, a
+hash of the question is appended, because merged files, such as Search-R1's, number each of their sets from 0. Records
+that are left out are counted by reason.
 """
 
 import json
@@ -31,15 +31,15 @@ AUTO = "auto"
 BROWSECOMP = "browsecomp-plus"
 ID_AGAIN = "the id and the question were there before"
 RENAMED = "questions given another id, for theirs was used before"
-SAMPLE = 100  # records of a file by which the room for its questions is planned
-GZIPPED = 0.2  # of a text's size; rather too small, for what would fit must not be refused
+SAMPLE = 100  # records of a file from which the disk space of its questions is estimated
+GZIPPED = 0.2  # fraction of a text's size; a low estimate, so that no file that would fit is refused
 ALIAS_KEYS = ("aliases", "demonyms")
 OnRecord = Callable[[str, int], None]  # name of the source, records read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixSource:
-    """One question set. name: None if it is the only one. count: of its questions, None for all."""
+    """One question set. name: None if it is the only one. count: number of questions to take, None for all."""
 
     paths: tuple[Path, ...]
     name: str | None = None
@@ -71,7 +71,7 @@ class Tally:
 
 
 def parse_mix(text: str) -> MixSource:
-    """Return the source that NAME=FILE or NAME=FILE:COUNT spells. UserError for anything else."""
+    """Parse NAME=FILE or NAME=FILE:COUNT. UserError for anything else."""
     match = re.fullmatch(r"([^=/\s]+)=(.+?)(?::(\d+))?", text)
     if match is None or match[3] == "0":
         raise UserError(f"--mix {text!r}: expected NAME=FILE or NAME=FILE:COUNT, such as hotpotqa=train.json:10000")
@@ -94,9 +94,9 @@ def convert(
 ) -> dict[str, Any]:
     """Write questions to `out`, passages to `corpus`, skipped records to `skipped`; return figures.
 
-    passages: how many of its passages, the first ones, a question keeps; None for all. fmt: a name of `formats`, or
-    auto, which looks at every file. aliases: 2Wiki's second file. canary: what BrowseComp-Plus is read by. documents:
-    files of its corpus, which go to `corpus` in place of the questions' passages.
+    passages: number of passages, from the first, that a question keeps; None for all. fmt: a name of `formats`, or
+    auto, which detects the format of every file. aliases: 2Wiki's second file. canary: the key to BrowseComp-Plus.
+    documents: files of its corpus, which are written to `corpus` in place of the questions' passages.
     """
     chosen_format = None if fmt == AUTO else find_format(fmt)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
@@ -135,7 +135,7 @@ def convert(
                 named = (id_ for key in NAMED_DOCUMENTS for id_ in question.metadata.get(key, ()))
                 named_by.update(dict.fromkeys(named, question.id))
             yield question_record(pooled)
-        # Checked before the file appears, which it does once this ends.
+        # Checked before the file appears, which it does when this generator ends.
         _check_outcome(tallies, None if documents else corpus, pool, aliases, canary, documents)
         if documents and corpus is not None:
             need_room(
@@ -166,8 +166,8 @@ def read_source(
     canary: str | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> Iterator[Question]:
-    """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. fmt: None to look
-    at each file."""
+    """Yield every question of a source, in order, with distinct ids; omitted records are put in `tally`. fmt: None to
+    detect the format of each file."""
     seen: dict[str, str] = {}
     for path in source.paths:
         reader = fmt or detect(path)
@@ -206,8 +206,8 @@ def planned_bytes(
     canary: str | None = None,
     passages: int | None = None,
 ) -> float:
-    """Estimate the bytes of a source's questions as JSON lines from the first records of every file; too few where a
-    file is compressed."""
+    """Estimate the bytes of a source's questions as JSON lines from the first records of every file. The estimate is
+    too low if a file is compressed."""
     questions = written = 0.0
     most = math.inf if source.count is None else source.count
     for path in source.paths:
@@ -219,7 +219,7 @@ def planned_bytes(
         cut = sample if passages is None else (first_passages(question, passages) for question in sample)
         found = [_size(question_record(question)) for question in cut]
         head = read_head(path)
-        tight = len(b"".join(map(bytes.strip, head.splitlines()))) / max(len(head), 1)  # without what indents
+        tight = len(b"".join(map(bytes.strip, head.splitlines()))) / max(len(head), 1)  # without indentation
         read = sum(_size(record, head.isascii()) for _, record in islice(iter_rows(path), tally.records))
         times = max(1.0, tight * path.stat().st_size / max(read, 1))
         questions += times * len(found)
@@ -237,7 +237,7 @@ def _written(path: str | Path, size: float) -> int:
 
 
 def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
-    """Return the first `count` (None: all); with a seed `count` of them at random, in random order."""
+    """Return the first `count` questions (None: all), or with a seed `count` random ones, in random order."""
     if seed is None:
         return questions if count is None else islice(questions, count)
     random = Random(seed)
@@ -266,7 +266,7 @@ class Pool:
         self.renamed = 0
 
     def enter(self, question: Question) -> Question:
-        """Return `question`, its passages under the ids that they have in the pool."""
+        """Add the passages of `question` to the pool, and return it with their ids in the pool."""
         return replace(question, passages=tuple(self._add(passage) for passage in question.passages))
 
     def _add(self, passage: Passage) -> Passage:
@@ -281,7 +281,7 @@ class Pool:
 def _documents(
     paths: Sequence[str | Path], named_by: dict[str, str], counts: Counter[str], on_record: OnRecord
 ) -> Iterator[Record]:
-    """Yield the corpus's records. UserError at the end for a document that a question names and that is not among
+    """Yield the corpus's records. At the end, raise UserError if a document that a question names is not among
     them."""
     empty: list[str] = []
     for number, passage in enumerate(iter_documents(paths, empty), 1):
@@ -297,7 +297,7 @@ def _documents(
 
 
 def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list."""
+    """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one per line or in a list."""
     first = next(iter_rows(path), None)
     if first is None or "Q_id" not in first[1]:
         raise UserError(f'{path}: expected 2Wiki\'s aliases, records with "Q_id" and "aliases"; give id_aliases.json')
@@ -324,7 +324,7 @@ def _check_outcome(
     canary: str | None,
     documents: Sequence[str | Path],
 ) -> None:
-    """Raise UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
+    """Raise UserError if no question is left, an option does not apply to these sets, or the corpus has no room."""
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
         counted = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())

@@ -1,4 +1,4 @@
-"""Question sets: what each is called, what its records look like, and how one becomes a `Question`.
+"""Formats of question sets: their names, their records, and the conversion of a record to a `Question`.
 
     native      {"id", "question", "golden_answers", "passages", "gold_indices", "metadata"}
     verl        {"prompt": [{"role", "content"}, ..], "reward_model": {"ground_truth": ..}, "data_source", "extra_info"}
@@ -11,20 +11,20 @@
     DPR         {"question", "answers", "ctxs": [{"id", "title", "text", "score", "has_answer"}, ..]}
     TriviaQA    {"Question", "QuestionId", "Answer": {"Value", "Aliases": [..], "HumanAnswers": [..]}}, under "Data"
                 and, from the hub, {"question", "question_id", "answer": {"value", "aliases": [..]}}
-    PopQA       {"id", "question", "possible_answers": "[..]", "subj", "prop", ..}, a list written as JSON into a cell
+    PopQA       {"id", "question", "possible_answers": "[..]", "subj", "prop", ..}, with a list as JSON in a cell
     FlashRAG    {"id", "question", "golden_answers", "metadata"}; a HotpotQA context in its metadata becomes passages
     Bamboogle   a table with the columns Question and Answer; or {"question", "answer"}
     NQ-open     {"question", "answer": [..]}
-    BrowseComp-Plus  as browsecomp.py says; its documents stay in the metadata, as ids of the corpus
-    plain       {"question", "answer" or "answers": a string or a list}, whatever else there is
+    BrowseComp-Plus  see browsecomp.py; its documents are kept in the metadata, as ids of the corpus
+    plain       {"question", "answer" or "answers": a string or a list}, with any other keys
 
 A reader returns a `Question`, or raises `Skipped` (a well-formed record without a question, counted by reason) or
-UserError (malformed). A paragraph is gold if the supporting facts name its title or MuSiQue marks it; the sentences
-meant are kept in the metadata as pairs. A title of the facts that no paragraph has (HotpotQA's full-wiki setting) is
-counted. DPR's has_answer, which is no annotated fact, goes into the metadata with the scores; "isgold" makes gold
-indices. verl's ground truth is a string, a list, or {"target": either}; a string may hold alternatives joined by
-<|answer_split|>; its question is "question", else that of "extra_info", else the last user message. To add a format:
-write a function Row -> Question, and give it a row in FORMATS.
+UserError (malformed). A paragraph is gold if the supporting facts name its title or MuSiQue marks it; the supporting
+sentences are kept in the metadata as pairs. A title of the facts that no paragraph has (HotpotQA's full-wiki setting)
+is counted. DPR's has_answer, which is not an annotated fact, is kept in the metadata with the scores; "isgold" gives
+the gold indices. verl's ground truth is a string, a list, or {"target": either}; a string may contain alternatives
+joined by <|answer_split|>. Its question is "question", else that of "extra_info", else the last user message. To add a
+format, write a function Row -> Question, and give it a row in FORMATS.
 """
 
 import hashlib
@@ -54,19 +54,19 @@ DOCUMENT_KEYS = ("EntityPages", "SearchResults", "entity_pages", "search_results
 ANSWER_SPLIT = "<|answer_split|>"
 GOLD_FLAGS = ("isgold", "is_gold")
 HAS_ANSWER = ("has_answer", "hasanswer")
-# What the richer sets keep beside the question and its answers, and what ours does.
+# Keys that the richer sets have in addition to the question and its answers, and those that ours has.
 RICHER = ("context", "paragraphs", "ctxs", "possible_answers", "reward_model")
 GIVEN = ("passages", "gold_indices")
 TEXT_KEYS = ("text", "contents")
 
 
 class Skipped(Exception):
-    """A record without a question. The message is the reason, in the same words for the same reason."""
+    """Raised for a record without a question. The message is the reason, in the same words for the same reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paragraph:
-    """One given with a question. gold: it has a supporting fact, None if unknown. id: None if the source has none."""
+    """A paragraph given with a question. gold: has a supporting fact, None if unknown. id: None if it has none."""
 
     title: str
     text: str
@@ -76,8 +76,8 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki).
-    canary: what BrowseComp-Plus is obfuscated with. notes: counts of omissions."""
+    """One record. number: its position in the source, from 0. aliases: other names of an answer, by its id (2Wiki).
+    canary: the key to BrowseComp-Plus. notes: counts of omissions."""
 
     fields: Record
     where: str
@@ -87,23 +87,23 @@ class Row:
     notes: Counter[str] = field(default_factory=Counter)
 
     def id(self, *keys: str) -> str:
-        """Return the id under the first of `keys` that is there and not null, else the row's number."""
+        """Return the id under the first of `keys` that is present and not null, else the row's number."""
         key = next((key for key in keys if self.fields.get(key) is not None), None)
         return str(self.number) if key is None else id_field(self.fields, self.number, self.where, key=key)
 
     def question(self, key: str = "question") -> str:
-        """Return the question, without white space around it."""
+        """Return the question, without surrounding white space."""
         value = self.fields.get(key)
         if value is None or (isinstance(value, str) and not value.strip()):
             raise Skipped(NO_QUESTION)
         return checked_string(value, f'{self.where}: "{key}"').strip()
 
     def golds(self, *values: object) -> tuple[str, ...]:
-        """Return the gold answers in strings, numbers and lists of them: stripped, no blank, null or NaN, each once."""
+        """Return the distinct gold answers in strings, numbers and lists of them: stripped, no blank, null or NaN."""
         golds: dict[str, None] = {}
         for value in values:
             for item in value if isinstance(value, list | tuple) else [value]:
-                if item is None or (isinstance(item, float) and not math.isfinite(item)):  # pandas writes NaN for none
+                if item is None or (isinstance(item, float) and not math.isfinite(item)):  # pandas writes NaN for null
                     continue
                 if isinstance(item, int | float) and not isinstance(item, bool):
                     item = str(item)
@@ -118,8 +118,7 @@ class Row:
         return tuple(golds)
 
     def given(self, paragraphs: Iterable[Paragraph]) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-        """Return passages and the numbers of the gold ones, None if unknown; blank paragraphs are counted in
-        `notes`."""
+        """Return passages and the numbers of the gold ones, None if unknown. Counts blank paragraphs in `notes`."""
         passages, gold, known = [], [], False
         for paragraph in paragraphs:
             known = known or paragraph.gold is not None
@@ -133,7 +132,7 @@ class Row:
         return tuple(passages), tuple(gold) if known else None
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """Return everything but the keys `used` and empty values, as metadata; "metadata" itself is flattened."""
+        """Return all fields except `used` and empty ones, as metadata; "metadata" itself is flattened."""
         left = {key: value for key, value in self.fields.items() if key not in used}
         inner = left.get("metadata")
         if isinstance(inner, dict):
@@ -169,7 +168,7 @@ def content_id(title: str, text: str) -> str:
 
 
 def read_native(row: Row) -> Question:
-    """Read our own records, checked as wherever they are read."""
+    """Read our own records, with the same checks as everywhere."""
     question = to_question(row.fields, row.id("id"), row.where)
     return replace(question, metadata=plain(question.metadata))
 
@@ -185,7 +184,7 @@ def read_hotpotqa(row: Row) -> Question:
 
 
 def read_musique(row: Row) -> Question:
-    """Read MuSiQue; the questions of its full version that its paragraphs do not answer are skipped."""
+    """Read MuSiQue; in its full version, questions that their paragraphs do not answer are skipped."""
     fields, place = row.fields, f'{row.where}: "paragraphs"'
     if fields.get("answerable") is False:
         raise Skipped(UNANSWERABLE)
@@ -211,7 +210,7 @@ def read_flashrag(row: Row) -> Question:
 
 
 def read_dpr(row: Row) -> Question:
-    """Read a question and what a retriever found for it, best first."""
+    """Read a question and the passages that a retriever found for it, best first."""
     place = f'{row.where}: "ctxs"'
     contexts = [
         as_object(item, f"{place}, item {number}")
@@ -229,7 +228,7 @@ def read_dpr(row: Row) -> Question:
 
 
 def read_verl(row: Row) -> Question:
-    """Read a row of verl's training files, those of Search-R1 and DeepResearcher among them."""
+    """Read a row of verl's training files, which include those of Search-R1 and DeepResearcher."""
     extra = as_object(row.fields.get("extra_info") or {}, f'{row.where}: "extra_info"')
     model = as_object(row.fields.get("reward_model"), f'{row.where}: "reward_model"')
     truth = model.get("ground_truth")
@@ -256,7 +255,7 @@ def read_triviaqa(row: Row) -> Question:
 
 
 def read_triviaqa_hub(row: Row) -> Question:
-    """Read TriviaQA from the hub. The value of its test set is "<unk>", which is none."""
+    """Read TriviaQA from the hub. The value "<unk>" of its test set is not an answer."""
     answer = as_object(row.fields.get("answer") or {}, f'{row.where}: "answer"')
     value = answer.get("value")
     golds = (None if value == "<unk>" else value, answer.get("aliases"))
@@ -264,21 +263,21 @@ def read_triviaqa_hub(row: Row) -> Question:
 
 
 def read_popqa(row: Row) -> Question:
-    """Read PopQA; its possible answers hold the object and the names it also goes by."""
+    """Read PopQA; its possible answers are the object and its other names."""
     answers = row.fields.get("possible_answers")
     golds = (listed(answers, f'{row.where}: "possible_answers"') if answers else None,)
     return row.read(("id",), ("possible_answers",), golds)
 
 
 def read_bamboogle(row: Row) -> Question:
-    """Read Bamboogle, its columns spelled with capitals or without."""
+    """Read Bamboogle, whose columns may be capitalised or not."""
     question = "Question" if "Question" in row.fields else "question"
     answer = "Answer" if "Answer" in row.fields else "answer"
     return row.read(ID_KEYS, (answer,), (row.fields.get(answer),), question=question)
 
 
 def read_browsecomp(row: Row) -> Question:
-    """Read BrowseComp-Plus, obfuscated or in clear. The ids of its evidence and gold documents go into the metadata."""
+    """Read BrowseComp-Plus, obfuscated or not. The ids of its evidence and gold documents are put in the metadata."""
     fields = dict(row.fields)
     if row.canary is None and is_obfuscated(fields["query"]):
         raise UserError(
@@ -302,14 +301,14 @@ def _document_ids(row: Row, key: str) -> list[str]:
 
 
 def read_plain(row: Row) -> Question:
-    """Read whatever has a question and an answer, NQ-open included."""
+    """Read any record with a question and an answer, including NQ-open's."""
     key = next((key for key in GOLD_KEYS if key in row.fields), "answer")
     return row.read(ID_KEYS, GOLD_KEYS, (row.fields.get(key),))
 
 
 def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Paragraph], list[list[object]] | None]:
-    """Return paragraphs of a context in either shape, and the supporting facts as [title, sentence from 0], None if
-    there are none (test sets)."""
+    """Return the paragraphs of a context in either shape, and the supporting facts. These are [title, sentence from 0],
+    or None if there are none (test sets)."""
     pairs = None if facts is None else _pairs(facts, ("sent_id",), f'{row.where}: "supporting_facts"')
     gold_titles = None if not pairs else {title for title, _ in pairs}
     paragraphs = []
@@ -381,8 +380,8 @@ def _verl_question(row: Row, extra: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QuestionFormat:
-    """One way in which questions are published. title: its name in a sentence. fits: `read` can take a record. looks:
-    a record that fits is more likely this format than one further down the table; None for always."""
+    """A format of published questions. title: its name in a sentence. fits: whether `read` accepts a record. looks:
+    whether a record that fits is more likely in this format than in one further down the table; None for always."""
 
     name: str
     title: str
@@ -391,7 +390,7 @@ class QuestionFormat:
     looks: Callable[[Record], bool] | None = None
 
     def claims(self, record: Record) -> bool:
-        """Return whether a file whose first record is this one is taken for this format."""
+        """Return whether a file with this first record is read in this format."""
         return self.fits(record) and (self.looks is None or self.looks(record))
 
 
@@ -406,7 +405,7 @@ def _has(record: Record, keys: Iterable[str]) -> bool:
 def _asks_with(
     key: str, kinds: Any = object, *, also: str = "", without: Sequence[str] = ()
 ) -> Callable[[Record], bool]:
-    """Return whether a record has a question, `key` with a value of `kinds`, `also`, and none of `without`."""
+    """Return a test for records with a question, `key` with a value of `kinds`, `also`, and none of `without`."""
 
     def fits(record: Record) -> bool:
         fields = _asks(record) and key in record and (not also or also in record)
@@ -482,7 +481,7 @@ NAMES = tuple(fmt.name for fmt in FORMATS)
 
 
 def find_format(name: str) -> QuestionFormat:
-    """Return the format called `name`. UserError for another."""
+    """Return the format called `name`. UserError if there is none."""
     for fmt in FORMATS:
         if fmt.name == name:
             return fmt
@@ -492,7 +491,7 @@ def find_format(name: str) -> QuestionFormat:
 
 
 def detect(path: str | Path) -> QuestionFormat:
-    """Return the format that the first record of `path` looks like. UserError when it looks like none."""
+    """Return the format of the first record of `path`. UserError if it is in none of the formats."""
     where, record = next(iter_rows(path), (None, None))
     if where is None or record is None:
         raise UserError(f"{path}: holds no questions; expected at least one")
@@ -503,12 +502,12 @@ def detect(path: str | Path) -> QuestionFormat:
 
 
 def format_of(record: Record) -> QuestionFormat | None:
-    """Return the format that a record looks like, None where it looks like none."""
+    """Return the first format that claims a record, None if none does."""
     return next((fmt for fmt in FORMATS if fmt.claims(record)), None)
 
 
 def require(fmt: QuestionFormat, record: Record, where: str) -> None:
-    """Raise UserError, starting with `where`, if `record` is no `fmt`; it says what it looks like instead."""
+    """Raise UserError, starting with `where`, unless `record` fits `fmt`; the error names the likely format."""
     if fmt.fits(record):
         return
     other = format_of(record)

@@ -1,4 +1,4 @@
-"""Counts of a file of questions, read as training reads it, and single questions laid out for a person."""
+"""Statistics of a question file, read as training reads it, and single questions as readable text."""
 
 import json
 import re
@@ -14,19 +14,19 @@ from thresher.rewards.measures import ndcg_at, recall_at
 from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
 
 READABLE = ("native", "flashrag", "nq-open", "plain", "bamboogle")
-BREAKS = re.compile(r"[\t-\r]+")  # of lines, and tabs
+BREAKS = re.compile(r"[\t-\r]+")  # line breaks and tabs
 SHOWN_WORDS = 40
 SHOWN_GOLDS = 8
-KINDS = ("hops", "type", "level")  # of metadata: what multi-hop sets say of a question
+KINDS = ("hops", "type", "level")  # keys of the metadata by which multi-hop sets classify a question
 MUSIQUE_ID = re.compile(r"(\d+)hop\d*__")
 CUTOFF = 5  # ranks of Recall and NDCG
-LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds are most likely a slip in the set
+LONG_GOLD = 20  # words; no policy is asked for longer answers, so longer golds are most likely errors in the set
 
 
 def summarize(path: str | Path, on_question: Callable[[int], None] = lambda questions: None) -> dict[str, Any]:
-    """Return figures of a file of questions, read as training reads it. Lengths are words.
+    """Return statistics of a question file, read as training reads it. Lengths are in words.
 
-    "passages as ranked": Recall@5 and NDCG@5 of the questions' passages in their order, those with a gold string being
+    "passages as ranked": Recall@5 and NDCG@5 of the questions' passages in their order; passages with a gold string are
     relevant; means over questions with passages. "kinds": the same for each value of hops, type and level.
     """
     fmt = detect(path)
@@ -72,7 +72,7 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
 
 
 def kinds_of(question: Question) -> list[str]:
-    """Return a question's kinds by its metadata and id: "hops 2", "type bridge", "level hard"."""
+    """Return a question's kinds, from its metadata and id: "hops 2", "type bridge", "level hard"."""
     said = {key: question.metadata[key] for key in KINDS if isinstance(question.metadata.get(key), str | int)}
     if "hops" not in said and (found := MUSIQUE_ID.match(question.id)):
         said["hops"] = found[1]
@@ -80,13 +80,13 @@ def kinds_of(question: Question) -> list[str]:
 
 
 def _ranked(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return means of Recall and NDCG; nothing where no question has passages."""
+    """Return the means of Recall and NDCG; an empty dict if no question has passages."""
     names = (f"recall@{CUTOFF}", f"ndcg@{CUTOFF}")
     return {name: sum(values) / len(values) for name, values in zip(names, zip(*pairs, strict=True), strict=False)}
 
 
 def spread(values: Sequence[int]) -> dict[str, float] | None:
-    """Return least, mean, median, 95th percentile (nearest rank) and greatest; None of no values."""
+    """Return minimum, mean, median, 95th percentile (nearest rank) and maximum; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -101,8 +101,8 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 
 def excerpt(question: Question, *, whole: bool = False) -> str:
-    """Return a question laid out in lines: golds, metadata, and its passages, gold ones with a star; shortened unless
-    `whole`. Line breaks and tabs become spaces; other control characters stay."""
+    """Return a question as lines of text: golds, metadata, and passages, with a star for gold ones. It is shortened
+    unless `whole`. Line breaks and tabs become spaces; other control characters are kept."""
     lines = [f"id        {question.id}", f"question  {question.question}"]
     golds = question.golds if whole else question.golds[:SHOWN_GOLDS]
     lines += [f"{'' if number else 'golds':<9} {gold if whole else _cut(gold)}" for number, gold in enumerate(golds)]

@@ -1,4 +1,4 @@
-"""Texts to vectors, and pairs of texts to classes: hashed words, models of the BERT family, their tokenizers.
+"""Texts to vectors, and pairs of texts to classes: hashed words, models of the BERT family, and their tokenizers.
 
 Imports policy and rewards, and no other folder of retrieval. Scores are inner products.
 """
@@ -13,19 +13,19 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Turns strings into vectors, none of which may depend on the strings beside it."""
+    """Converts strings to vectors. A vector must not depend on the other strings of a call."""
 
     @property
     def name(self) -> str:
-        """The kind of encoder, under which an index finds its loader: "lexical"."""
+        """Return the kind of encoder, by which an index finds its loader: "lexical"."""
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
+        """Return the length of a vector."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of weights, vocabulary and settings: equal fingerprints give equal vectors."""
+        """Return a hash of weights, vocabulary and settings: equal fingerprints give equal vectors."""
 
     def encode_queries(self, queries: list[str]) -> Vectors:
         """Return float32 [len(queries), dim]; a zero vector finds nothing."""
@@ -34,4 +34,4 @@ class Encoder(Protocol):
         """Return float32 [len(passages), dim]."""
 
     def save(self, folder: Path) -> None:
-        """Write the files that the loader of this kind reads into the existing `folder`."""
+        """Write the files that the loader of this kind reads to the existing `folder`."""

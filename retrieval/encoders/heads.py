@@ -5,8 +5,8 @@
 
 Classifier computes the first: f is tanh for BERT, ReLU for DistilBERT, GELU for DeBERTa 2 and 3. TokenClassifier
 computes the second, as LLMLingua-2 does (Pan et al. 2024, arXiv:2403.12968, section 3.2); a word's probability is the
-mean over its tokens. A result does not depend on the inputs beside it: to the last bit for a BERT or DistilBERT on a
-CPU, but for rounding for a DeBERTa and on CUDA (bfloat16). Heads are float32.
+mean over its tokens. A result does not depend on the other inputs of a batch: to the last bit for a BERT or DistilBERT
+on a CPU, and up to rounding for a DeBERTa and on CUDA (bfloat16). Heads are float32.
 
 Axes: B inputs of a batch or a call, T padded length, H hidden, O outputs (docs/notation.md).
 """
@@ -36,7 +36,7 @@ from thresher.retrieval.encoders.tokenizer import (
 )
 from thresher.retrieval.encoders.transformer import DEBERTA, LENGTH_STEP, Bert, load_bert, load_deberta
 
-# model_type -> how the name of the head's first layer ends, and what follows that layer.
+# model_type -> the end of the name of the head's first layer, and the activation after it.
 _FIRST_LAYERS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "bert": ("pooler.dense", torch.tanh),
     "distilbert": ("pre_classifier", F.relu),
@@ -44,15 +44,15 @@ _FIRST_LAYERS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 _OUTPUT = "classifier"
 ENTAILMENT = "entailment"
-KEEP = 1  # the output that says keep
+KEEP = 1  # the output for keeping a token
 _WORD = re.compile(r"\S+")
 
-Stretch = tuple[list[int], list[int]]  # ids, and of each the word that it is part of, -1 for none
+Stretch = tuple[list[int], list[int]]  # ids, and the word of each id, -1 for none
 
 
 class Classifier:
-    """Pairs to logits. Made by `load_classifier`. labels: of the outputs, in order. cut: the pairs so far whose premise
-    was cut to `max_tokens`. Not thread-safe."""
+    """Maps text pairs to logits; created by `load_classifier`. labels: of the outputs, in order. cut: number of pairs
+    so far whose premise was truncated to `max_tokens`. Not thread-safe."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Classifier:
 
     @property
     def entailment(self) -> int:
-        """Return which output is entailment. UserError where no label, or more than one, is called so."""
+        """Return the number of the output for entailment. UserError unless exactly one label has this name."""
         places = [place for place, label in enumerate(self.labels) if label.strip().lower() == ENTAILMENT]
         if len(places) != 1:
             raise UserError(
@@ -86,7 +86,7 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, pairs: Sequence[tuple[str, str]], on_done: Callable[[int], None] = lambda pairs: None) -> Tensor:
-        """Return float32 [B, O] on the CPU for (premise, hypothesis) pairs; `on_done` gets the number done."""
+        """Return float32 [B, O] on the CPU for (premise, hypothesis) pairs. `on_done` is given the number done."""
         inputs, cut = self._tokenizer.encode(pairs)
         self.cut += cut
         ids, types = [ids for ids, _ in inputs], [types for _, types in inputs]
@@ -123,11 +123,11 @@ def load_classifier(
     batch_tokens: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Classifier:
-    """Read the classifier in `folder`: config.json, safetensors and tokenizer of a BERT, DistilBERT or DeBERTa-v2 with
-    the head of transformers' ...ForSequenceClassification.
+    """Read a BERT, DistilBERT or DeBERTa-v2 with the head of transformers' ...ForSequenceClassification.
 
-    labels: of the outputs, in order; None: config.json's. max_tokens: of premise and hypothesis together; None: the
-    model's positions. batch_tokens: padded tokens of one forward. device: float32 on a CPU, bfloat16 on CUDA.
+    folder: with config.json, safetensors and tokenizer. labels: of the outputs, in order; None: config.json's.
+    max_tokens: of premise and hypothesis together; None: the model's positions. batch_tokens: padded tokens of one
+    forward. device: float32 on a CPU, bfloat16 on CUDA.
     """
     refuse_hub_id(folder)
     folder = Path(folder)
@@ -160,7 +160,7 @@ def load_classifier(
 
 
 def _labels(record: Mapping[str, Any], path: Path, count: int, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the outputs' names: as given, as id2label has it, or by their numbers where that says nothing."""
+    """Return the outputs' names: `given`, else those of id2label, else their numbers."""
     if given is not None:
         if len(given) != count:
             raise UserError(f"{path.parent}: has {count} outputs, and {len(given)} labels are given; give {count}")
@@ -177,7 +177,8 @@ def _labels(record: Mapping[str, Any], path: Path, count: int, given: Sequence[s
 
 
 class TokenClassifier:
-    """Texts to their words and the probability that each is kept. Made by `load_token_classifier`. Not thread-safe."""
+    """Maps texts to their words and the probability that each is kept; created by `load_token_classifier`. Not
+    thread-safe."""
 
     def __init__(
         self, folder: Path, bert: Bert, head: Sequence[Tensor], tokenizer: tokenizers.Tokenizer, batch_tokens: int
@@ -188,7 +189,7 @@ class TokenClassifier:
         self._around = tokenizer.encode("").ids
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return how many tokens each text has, without those around it."""
+        """Return the number of tokens of each text, without special tokens."""
         return count_tokens(self._tokenizer, list(texts))
 
     @torch.inference_mode()
@@ -208,7 +209,7 @@ class TokenClassifier:
             probs_BTO = F.linear(hidden_BTH.float(), self._weight_OH, self._bias_O).softmax(-1)
             _check_finite(probs_BTO[mask_BT], self.folder, "probabilities")
             for row, probabilities in zip(rows, probs_BTO[:, :, KEEP].tolist(), strict=True):
-                for word, value in zip(stretches[row][1], probabilities, strict=False):  # behind them is padding
+                for word, value in zip(stretches[row][1], probabilities, strict=False):  # padding follows
                     if word >= 0:
                         sums[owners[row]][word] += value
                         counts[owners[row]][word] += 1
@@ -216,7 +217,7 @@ class TokenClassifier:
         return [list(zip(found, values, strict=True)) for found, values in zip(words, means, strict=True)]
 
     def _stretches(self, texts: Sequence[str]) -> list[tuple[list[str], list[Stretch]]]:
-        """Return each text's words, and its tokens in stretches that fit the positions, cut between words."""
+        """Return each text's words, and its tokens in stretches that fit the positions, split between words."""
         whole = [text.encode("utf-8", "replace").decode() for text in texts]
         room = self._bert.config.max_positions - len(self._around)
         begin, end = self._around
@@ -228,7 +229,7 @@ class TokenClassifier:
             place = [-1] * len(text)
             for number, match in enumerate(matches):
                 place[match.start() : match.end()] = [number] * len(match[0])
-            # A token's last character: where its first may be the white space before the word.
+            # By a token's last character, because its first may be the white space before the word.
             owner = [place[max(a, b - 1)] if a < len(text) else -1 for a, b in encoding.offsets]
             parts: list[Stretch] = []
             start = 0
@@ -241,7 +242,7 @@ class TokenClassifier:
 
 
 def _stop(owner: Sequence[int], start: int, room: int) -> int:
-    """Return the end of a stretch from `start`: before the first word that does not fit, within one too long."""
+    """Return the end of a stretch from `start`: before the first word that does not fit, or inside one too long."""
     limit = stop = min(start + room, len(owner))
     while stop < len(owner) and stop > start and owner[stop] == owner[stop - 1]:
         stop -= 1
@@ -249,9 +250,9 @@ def _stop(owner: Sequence[int], start: int, room: int) -> int:
 
 
 def load_token_classifier(folder: str | Path, *, device: torch.device | str = "cpu") -> TokenClassifier:
-    """Read the token classifier in `folder`: config.json, safetensors and tokenizer of a BERT, DistilBERT, RoBERTa or
-    XLM-R with the head of transformers' ...ForTokenClassification, of two outputs, of which the second keeps.
-    device: as `load_classifier`."""
+    """Read a BERT, DistilBERT, RoBERTa or XLM-R with the head of transformers' ...ForTokenClassification. The head has
+    two outputs, and the second is for keeping a token. folder: with config.json, safetensors and tokenizer. device: see
+    `load_classifier`."""
     refuse_hub_id(folder)
     folder = Path(folder)
     device = pick_device(device)
@@ -273,12 +274,12 @@ def load_token_classifier(folder: str | Path, *, device: torch.device | str = "c
 def _read_head(
     folder: Path, layers: Sequence[str], device: torch.device, head: str, advice: str, outputs: int | None = None
 ) -> list[Tensor]:
-    """Return weight and bias, float32, of each linear layer, by the end of its name: square ones, and the last of
-    `outputs` rows. `head` and `advice` go into the error for a missing layer."""
+    """Return weight and bias, float32, of each linear layer, given by the end of its name. All are square except the
+    last, which has `outputs` rows. `head` and `advice` are words for the error for a missing layer."""
     found = tensor_shapes(folder)
     shapes: dict[str, torch.Size] = {}
     for layer in layers:
-        # BERT's pooler belongs to the encoder and has its prefix, the others' does not.
+        # BERT's pooler belongs to the encoder and has its prefix; that of the others does not.
         ends = (f"{layer}.weight",) if layer == _OUTPUT else (f"{layer}.weight", f".{layer}.weight")
         name = next((name for name in found if name == ends[0] or name.endswith(ends[1:])), None)
         if name is None:
@@ -294,7 +295,7 @@ def _read_head(
         shapes[name] = torch.Size([rows if layer == _OUTPUT else width, width])
         shapes[f"{name.removesuffix('.weight')}.bias"] = shapes[name][:1]
     tensors = dict(read_weights(folder, shapes, optional=found.keys() - shapes.keys()))
-    # Tensors read are the file's; a copy is ours.
+    # The tensors that were read are backed by the file, so they are copied.
     return [tensors[name].to(device, torch.float32, copy=True) for name in shapes]
 
 

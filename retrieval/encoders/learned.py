@@ -1,15 +1,17 @@
-"""A trained encoder: a transformer of the BERT family, pooled to one vector a text; its settings; saving it.
+"""A trained encoder: a transformer of the BERT family, pooled to one vector per text; its settings, and saving.
 
     vector = [v / |v|],  v = mean over tokens, or the first token, of bert(prefix + text)
 
-A wrong prefix or pooling costs recall and is no error, so each setting has its origin (`EncoderSettings.why`), and one
-that neither a file nor the user gives is refused. In order: what the caller gives; sentence-transformers' layout; the
-published ways of E5, BGE, DPR, Contriever (`_FAMILIES`: Wang et al. 2022, Xiao et al. 2023, Karpukhin et al. 2020,
-Izacard et al. 2022), by model_type or the name in folder, config.json or README.md.
+A wrong prefix or pooling lowers recall without an error. Each setting therefore has its origin (`EncoderSettings.why`),
+and a pooling or normalisation that neither a file nor the user gives is refused. The order of precedence is: the
+caller's arguments; sentence-transformers' layout; the published settings of E5, BGE, DPR, Contriever (`_FAMILIES`: Wang
+et al. 2022, Xiao et al. 2023, Karpukhin et al. 2020, Izacard et al. 2022), by model_type or the name in folder,
+config.json or README.md.
 
-A vector does not depend on the texts beside it: in float32 on a CPU to the last bit, where the BLAS is batch-invariant;
-on CUDA, in bfloat16, but for rounding. The model is not copied into an index: encoder.json keeps its place, the
-settings and a fingerprint without device and dtype. Axes: B texts of a batch, T padded length, H hidden width.
+A vector does not depend on the other texts of a batch: to the last bit in float32 on a CPU, if the BLAS is
+batch-invariant, and up to rounding in bfloat16 on CUDA. The model is not copied into an index: encoder.json has its
+path, the settings and a fingerprint without device and dtype. Axes: B texts of a batch, T padded length, H hidden
+width.
 """
 
 import hashlib
@@ -82,10 +84,10 @@ _NAMED = {
     "E5": re.compile(r"(?:^|[-_])e5-(?:small|base|large)(?!.*instruct)", re.IGNORECASE),
     "BGE (English)": re.compile(r"(?:^|[-_])bge-(?:small|base|large)-en(?:-|$)", re.IGNORECASE),
     "BGE (Chinese)": re.compile(r"(?:^|[-_])bge-(?:small|base|large)-zh(?:-|$)", re.IGNORECASE),
-    # RECOMP's compressors are Contrievers, trained on.
+    # RECOMP's compressors are Contrievers that were trained further.
     "Contriever": re.compile(r"(?:^|[-_])(?:m?contriever|extractive[-_]compressor)(?:[-_]|$)", re.IGNORECASE),
 }
-# Older files switch one of several modes on, newer ones name it.
+# Older files enable one of several modes, newer ones name it.
 _POOLING_OF_MODE = {"mean_tokens": "mean", "cls_token": "cls", "mean": "mean", "cls": "cls"}
 _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILINE)
 
@@ -93,9 +95,9 @@ _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILIN
 def read_settings(
     folder: Path, given: Mapping[str, Any], origin: str = GIVEN
 ) -> tuple[EncoderSettings, tuple[Path, Path]]:
-    """Return the settings of the encoder in `folder`, those of `given` (field -> value or None) first, and the folders
-    of its transformers for queries and for passages. UserError for a setting that no file has, or that is not
-    supported."""
+    """Return the settings of the encoder in `folder`, and the folders of its transformers for queries and for passages.
+    Settings of `given` (field -> value or None) take precedence. UserError for a setting that no file has, or that is
+    not supported."""
     refuse_hub_id(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of an encoder (config.json and its weights)")
@@ -121,7 +123,7 @@ def read_settings(
 
 
 def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
-    """Write sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers."""
+    """Write sentence-transformers' layout for a transformer in `folder` whose vectors have `width` numbers."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if settings.normalize else {})
     modules = [
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -143,8 +145,7 @@ def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
 
 
 def _folders(folder: Path) -> tuple[Path, Path]:
-    """Return the folders of the transformers for queries and passages: DPR's two, or one, which modules.json may
-    name."""
+    """Return the folders of the transformers for queries and passages: DPR's two, or one that modules.json may name."""
     halves = [folder / half for half in HALVES]
     if any(half.is_dir() for half in halves):
         for half, architecture in zip(halves, _ARCHITECTURES, strict=True):
@@ -161,7 +162,7 @@ def _folders(folder: Path) -> tuple[Path, Path]:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return (last part of the type, folder) of each module in modules.json; empty where there is no such file."""
+    """Return (last part of the type, folder) of each module in modules.json; empty if there is no such file."""
     file = folder / "modules.json"
     if not os.path.lexists(file):
         return []
@@ -243,7 +244,7 @@ def _family(folder: Path, folders: tuple[Path, Path], config: BertConfig) -> tup
             f"put both halves into one folder as {' and '.join(HALVES)} and give that"
         )
     place = folder.resolve()
-    # A download cache names a model's folder by its commit, and the folder above by the model.
+    # In a download cache, a model's folder is named after its commit, and a folder above it after the model.
     name = place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
     origin = str(_optional(folders[0] / "config.json").get("_name_or_path", ""))
     readme = folder / "README.md"
@@ -261,7 +262,7 @@ def _family(folder: Path, folders: tuple[Path, Path], config: BertConfig) -> tup
 
 def _tokenizer_length(folder: Path, limit: int) -> tuple[int, str]:
     length = _optional(folder / "tokenizer_config.json").get("model_max_length")
-    # Where it was not set, transformers writes 10^30.
+    # If it was not set, transformers writes 10^30.
     if isinstance(length, int) and 0 < length < limit:
         return length, "tokenizer_config.json"
     return limit, "max_position_embeddings in config.json"
@@ -290,10 +291,10 @@ def _check(folder: Path, found: _Found, limit: int) -> None:
 
 FILE = "encoder.json"
 FORMAT = 1
-# Padded tokens of a batch. A CPU is fastest while a batch's activations stay in its caches; a GPU needs work.
+# Padded tokens of a batch. A CPU is fastest if a batch's activations stay in its caches; a GPU needs large batches.
 CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 65_536
-# Texts whose ids are in memory at once, and among which lengths are sorted.
+# Texts whose ids are in memory at once, and that are sorted by length together.
 TEXTS_AT_ONCE = 8192
 
 
@@ -307,8 +308,8 @@ class Tower:
 
 
 class LearnedEncoder:
-    """Texts to pooled vectors. Made by `load_encoder` or `load`. `queries_cut` and `passages_cut` count the texts that
-    were longer than `settings.max_length` tokens and lost their end. Not thread-safe."""
+    """Encodes texts to pooled vectors; created by `load_encoder` or `load`. `queries_cut` and `passages_cut` count the
+    texts that were truncated to `settings.max_length` tokens. Not thread-safe."""
 
     name = "learned"
 
@@ -332,7 +333,7 @@ class LearnedEncoder:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> "LearnedEncoder":
-        """Return the encoder of the index in `folder`. UserError where its model is gone or another one."""
+        """Return the encoder of the index in `folder`. UserError if its model is missing or has changed."""
         path = folder / FILE
         record = read_json_object(path)
         places, settings = record.get("model"), record.get("settings")
@@ -353,7 +354,7 @@ class LearnedEncoder:
         return encoder
 
     def save(self, folder: Path) -> None:
-        """Write `encoder.json` into `folder`: settings, and the model's place, seen from there and from the root."""
+        """Write `encoder.json` to `folder`: settings, and the model's path, relative to `folder` and absolute."""
         absolute = os.path.abspath(self.folder)
         record = {
             "format": FORMAT,
@@ -365,19 +366,19 @@ class LearnedEncoder:
 
     @property
     def tower(self) -> Tower:
-        """The transformer for queries and passages alike. UserError for a pair, which has two."""
+        """Return the transformer for both queries and passages. UserError for a pair, which has two."""
         if self._query is not self._passage:
             raise UserError(f"{self.folder}: is a pair of transformers; give an encoder of one, such as Contriever")
         return self._query
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """Return float32 [len(queries), dim]. UserError when the weights make numbers that are not finite."""
+        """Return float32 [len(queries), dim]. UserError if the weights produce numbers that are not finite."""
         vectors, cut = self._encode(self._query, self.settings.query_prefix, queries)
         self.queries_cut += cut
         return vectors
 
     def encode_passages(self, passages: list[str]) -> Vectors:
-        """As `encode_queries`, with the prefix (and in a pair, the transformer) for passages."""
+        """Return `encode_queries` of passages, with their prefix (and in a pair, their transformer)."""
         vectors, cut = self._encode(self._passage, self.settings.passage_prefix, passages)
         self.passages_cut += cut
         return vectors
@@ -387,7 +388,7 @@ class LearnedEncoder:
         return self._vectors(self._query, self.settings.query_prefix, queries)
 
     def passage_vectors(self, passages: Sequence[str]) -> Tensor:
-        """As `query_vectors`, of passages."""
+        """Return `query_vectors` of passages."""
         return self._vectors(self._passage, self.settings.passage_prefix, passages)
 
     def _vectors(self, tower: Tower, prefix: str, texts: Sequence[str]) -> Tensor:
@@ -395,7 +396,7 @@ class LearnedEncoder:
         return self._pool(*tower.bert.padded(ids, max(map(len, ids))))
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """Return how many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
+        """Return the number of tokens of each passage, not truncated, without prefix and special tokens."""
         return self._passage.tokenizer.count(texts)
 
     @torch.inference_mode()
@@ -423,8 +424,8 @@ class LearnedEncoder:
 
 def batches(lengths: Sequence[int], batch_tokens: int, *, mixed: bool) -> Iterator[tuple[list[int], int]]:
     """Yield (rows, padded length) of each batch, longest first, of at most `batch_tokens` padded tokens or one row.
-    Lengths are multiples of LENGTH_STEP; unless `mixed`, all rows of a batch have one, which keeps a CPU's bits
-    equal."""
+    Lengths are multiples of LENGTH_STEP. Unless `mixed`, all rows of a batch have the same length, which keeps a CPU's
+    results equal to the bit."""
     batch: list[int] = []
     widest = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -461,7 +462,7 @@ def load_encoder(
     """Read the encoder in `folder`: a sentence-transformers folder, a plain one of a known family, or DPR's pair.
 
     device: float32 on a CPU, bfloat16 on CUDA. pooling: "mean" or "cls". max_length: tokens, [CLS] and [SEP] included.
-    normalize: to norm 1. None for any setting: as the folder's files have it. batch_tokens: padded tokens of one
+    normalize: to norm 1. A setting that is None is taken from the folder's files. batch_tokens: padded tokens of one
     forward, None for a size that suits the device; it changes no vector on a CPU.
     """
     given = {
@@ -495,7 +496,7 @@ def _load(
 
 
 def pick_device(device: torch.device | str) -> torch.device:
-    """Return a CPU or CUDA device that is there. UserError for another."""
+    """Return a CPU or CUDA device that is available. UserError for any other."""
     try:
         device = torch.device(device)
     except RuntimeError:
@@ -508,19 +509,19 @@ def pick_device(device: torch.device | str) -> torch.device:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return what an encoder computes in: bfloat16 on CUDA, float32 on a CPU."""
+    """Return the dtype in which an encoder computes: bfloat16 on CUDA, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def checked_batch_tokens(tokens: int | None, device: torch.device) -> int:
-    """Return the padded tokens of one forward: as given, or what suits the device. UserError below 1."""
+    """Return the padded tokens of one forward: as given, or a size that suits the device. UserError below 1."""
     if tokens is not None and tokens < 1:
         raise UserError(f"batch_tokens is {tokens}; expected at least 1")
     return tokens or (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS)
 
 
 def _fingerprint(settings: EncoderSettings, towers: dict[Path, Tower]) -> str:
-    """Return a hash over settings, and of each transformer its sizes and the bytes of its weights and tokenizer."""
+    """Return a hash of the settings, and of each transformer's sizes and the bytes of its weights and tokenizer."""
     total = hashlib.sha256(json.dumps(settings.values(), sort_keys=True).encode())
     for place, tower in towers.items():
         config = {key: value for key, value in asdict(tower.bert.config).items() if key != "architecture"}
@@ -536,12 +537,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [single] if single.is_file() else sorted(folder.glob("model*.safetensors*"))
 
 
-# What is taken over as it is, where it is there: sizes and tokenizer.
+# Files that are copied unchanged if they exist: sizes and tokenizer.
 _COPIED = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def save_encoder(encoder: LearnedEncoder, folder: Path) -> None:
-    """Write weights, config, tokenizer and settings into the existing, empty `folder`. UserError for a pair."""
+    """Write weights, config, tokenizer and settings to the existing, empty `folder`. UserError for a pair."""
     tower = encoder.tower
     for name in _COPIED:
         if (tower.folder / name).is_file():

@@ -4,8 +4,8 @@ A text's vector is the sum over its distinct words w of  tf'(w) * idf(w) * h(w),
   words  lower-cased runs of letters and digits of any script
   tf'    tf * (K + 1) / (tf + K), K = 1.2: BM25's saturation, and 1 for a word that occurs once
   idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25; other words are left out
-  h(w)   +1 or -1 at four of the dim places, one in each quarter, out of one BLAKE2b: signs make collisions cancel on
-         average (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms)
+  h(w)   +1 or -1 at four of the dim places, one in each quarter, from one BLAKE2b hash. The signs make collisions
+         cancel on average (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms)
 """
 
 import hashlib
@@ -39,17 +39,17 @@ PROGRESS_STEP = 1024
 
 _WORD = re.compile(r"[^\W_]+")
 
-# A word's four places, and what one occurrence adds to each: sign times idf.
+# A word's four places, and the value that one occurrence adds to each: sign times idf.
 _Entry = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 def words(text: str) -> list[str]:
-    """Return the words of `text` in order: lower-cased runs of letters and digits, the underscore being neither."""
+    """Return the words of `text` in order: lower-cased runs of letters and digits; the underscore is neither."""
     return _WORD.findall(text.lower())
 
 
 class LexicalEncoder:
-    """Hashed idf-weighted words, made by `fit` or `load`: `counts` maps a word to how many of `passages` hold it."""
+    """Encoder of hashed idf-weighted words, created by `fit` or `load`. counts: word -> number of passages with it."""
 
     name = "lexical"
 
@@ -59,12 +59,12 @@ class LexicalEncoder:
         self.dim = dim
         self._passages = passages
         self._counts = counts
-        # Only words of the corpus are kept: the number of a policy's other words is unbounded.
+        # Only words of the corpus are kept, because the number of other words that a policy writes is unbounded.
         self._known: dict[str, _Entry] = {}
 
     @classmethod
     def fit(cls, texts: Iterable[str], dim: int = DEFAULT_DIM) -> "LexicalEncoder":
-        """Count in how many of `texts`, the passages as they will be encoded, each word occurs."""
+        """Count for each word the `texts` in which it occurs; they are the passages as they will be encoded."""
         counts: Counter[str] = Counter()
         passages = 0
         for text in texts:
@@ -74,7 +74,7 @@ class LexicalEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> "LexicalEncoder":
-        """Read what `save` wrote."""
+        """Read the encoder that `save` wrote."""
         path = folder / FILE
         record = read_json_object(path)
         dim, passages, counts = (record.get(key) for key in ("dim", "passages", "counts"))
@@ -83,13 +83,13 @@ class LexicalEncoder:
         return cls(dim, passages, counts)
 
     def save(self, folder: Path) -> None:
-        """Write `lexical.json` into `folder`: dim, number of passages, and the count of every word."""
+        """Write `lexical.json` to `folder`: dim, number of passages, and the count of every word."""
         record = {"dim": self.dim, "passages": self._passages, "counts": dict(sorted(self._counts.items()))}
         atomic_write_text(folder / FILE, json.dumps(record, ensure_ascii=False))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the settings and of every word's count, in hexadecimal."""
+        """Return the hash of the settings and of every word's count, in hexadecimal."""
         settings = [PLACES, SATURATION, self.dim, self._passages, sorted(self._counts.items())]
         return hashlib.sha256(json.dumps(settings).encode("ascii")).hexdigest()
 

@@ -1,8 +1,8 @@
-"""Text to token ids for an encoder, and two texts to those of one input: [CLS] premise [SEP] hypothesis [SEP].
+"""Text to token ids for an encoder, and two texts to the ids of one input: [CLS] premise [SEP] hypothesis [SEP].
 
 A tokenizer is a tokenizer.json, whose truncation and padding are switched off, or a vocab.txt with BERT's rules. A text
-too long keeps its first tokens and the last one, as `transformers` cuts it. Of a pair too long the premise is cut and
-the hypothesis is not: half a claim is another claim.
+that is too long keeps its first tokens and the last one, as in `transformers`. In a pair that is too long, only the
+premise is truncated, because a truncated hypothesis is a different claim.
 """
 
 import os
@@ -17,18 +17,18 @@ from thresher.common.errors import UserError
 from thresher.common.files import MOST_TOKENIZER, check_file, read_bytes, read_json_object
 from thresher.policy.tokenizer import panics_refused
 
-# Only so many characters a token of the limit are looked at: a text of any size takes bounded time and memory. A token
-# of real text is 4 or 5 characters, and a word of more than 100 is unknown to WordPiece as a whole.
+# Characters that are read per token of the limit, so that a text of any size takes bounded time and memory. A token of
+# real text is 4 or 5 characters, and WordPiece maps a word of more than 100 to the unknown token.
 CHARACTERS_PER_TOKEN = 100
-# Texts handed to the library at once: what it keeps of one is some thirty times the text.
+# Texts passed to the library at once; its memory for one is about thirty times the text.
 TEXTS_AT_ONCE = 128
-# A model's vocabulary may be padded to a round number for speed; by more, it is another tokenizer's.
+# A model's vocabulary may be padded to a round number for speed. A larger difference means another model's tokenizer.
 PADDING_ROWS = 128
 _SPECIAL = ("[UNK]", "[SEP]", "[CLS]", "[PAD]", "[MASK]")
 
 
 class WordPiece:
-    """A tokenizer that puts one token before and one after a text; `files` it was read from. See `load_wordpiece`."""
+    """A tokenizer that puts one token before and one after a text, read from `files`. See `load_wordpiece`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_length: int, files: tuple[Path, ...]) -> None:
         self._tokenizer = tokenizer
@@ -36,8 +36,8 @@ class WordPiece:
         self.files = files
 
     def encode(self, texts: list[str]) -> tuple[list[list[int]], int]:
-        """Return the ids of each text, at most `max_length`, and how many texts were cut. Half a UTF-16 pair is read as
-        a question mark."""
+        """Return the ids of each text, at most `max_length`, and the number of truncated texts. A lone surrogate is
+        read as a question mark."""
         limit = CHARACTERS_PER_TOKEN * self.max_length
         kept: list[list[int]] = []
         cut = 0
@@ -54,21 +54,21 @@ class WordPiece:
 
     @property
     def separates(self) -> bool:
-        """Return whether [SEP] in a text is read as the token that BERT has between two texts."""
+        """Return whether [SEP] in a text is read as the token that BERT puts between two texts."""
         return len(self._tokenizer.encode("[SEP]", add_special_tokens=False).ids) == 1
 
     def count(self, texts: list[str]) -> list[int]:
-        """Return how many tokens each text has, whole, without those around it."""
+        """Return the number of tokens of each text, not truncated, without special tokens."""
         return count_tokens(self._tokenizer, texts)
 
 
 def _head(text: str, limit: int) -> str:
-    """Return the whole words among the first `limit` characters of a longer text."""
+    """Return the text, or the whole words among the first `limit` characters of a longer one."""
     return text if len(text) <= limit else re.sub(r"\s\S*\Z", "", text[:limit])
 
 
 def count_tokens(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
-    """Return how many tokens each text has, without those that the tokenizer puts around it."""
+    """Return the number of tokens of each text, without those that the tokenizer puts around it."""
     return [len(encoding.ids) for encoding in _encode_bare(tokenizer, texts, "the encoder's tokenizer.json")]
 
 
@@ -86,7 +86,7 @@ def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
 
 
 def read_tokenizer(folder: Path, vocab_size: int, pairs: bool = False) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
-    """Return the tokenizer of a model folder, which neither cuts nor pads, and its files. UserError where its
+    """Return the tokenizer of a model folder, without truncation and padding, and its files. UserError if its
     vocabulary is not that of a model with `vocab_size` rows, or it puts no tokens around a text (or a pair)."""
     tokenizer, files = _read(folder)
     tokenizer.no_truncation()
@@ -113,7 +113,7 @@ def _read(folder: Path) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
                 return tokenizers.Tokenizer.from_buffer(data), (path,)
         except UserError:
             raise
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises nothing more specific
             raise UserError(f"{path}: not a tokenizers file ({_first_line(error)}); fetch it again") from None
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"
     if not os.path.lexists(vocabulary):
@@ -151,7 +151,7 @@ def _first_line(error: Exception) -> str:
 
 
 class PairTokenizer:
-    """Made by `load_pair_tokenizer`. max_tokens: of a whole input, with those that the tokenizer puts between texts."""
+    """A tokenizer of pairs, created by `load_pair_tokenizer`. max_tokens: of a whole input, with special tokens."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -159,7 +159,7 @@ class PairTokenizer:
         self.max_tokens = max_tokens
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Return (ids, types) of each (premise, hypothesis), at most `max_tokens`, and how many premises were cut. A
+        """Return (ids, types) of each (premise, hypothesis), at most `max_tokens`, and the number of cut premises. A
         type is 0 for the premise, 1 for the hypothesis. UserError for a hypothesis that leaves no room for a
         premise."""
         limit = CHARACTERS_PER_TOKEN * self.max_tokens
@@ -186,7 +186,7 @@ class PairTokenizer:
 
 
 def load_pair_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> PairTokenizer:
-    """Read the tokenizer of pairs of a model folder, as `load_wordpiece`."""
+    """Read the tokenizer of pairs of a model folder; see `load_wordpiece`."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) and any(folder.glob("sp*.model")):
         raise UserError(
             f"{folder}: its tokenizer is a sentencepiece file, which is not read; convert it once: "

@@ -1,20 +1,20 @@
-"""Encoders of the BERT family and DeBERTa versions 2 and 3, from scratch: config, transformer, weights in.
+"""Encoders of the BERT family and DeBERTa versions 2 and 3, from scratch: config, transformer, loading of weights.
 
     x = LN(word[ids] + position + type)                                         (Devlin et al. 2019)
-    x = LN(x + W_o softmax(q k^T / sqrt(D)) v)          every token attends to every token that the mask lets in
+    x = LN(x + W_o softmax(q k^T / sqrt(D)) v)          every token attends to every token that the mask allows
     x = LN(x + W_down gelu(W_up x))                     the norm follows the sum ("post-LN")
 
 DeBERTa (He et al. 2020, 2021) has, instead of q k^T / sqrt(D),
 
     score(i, j) = (q_i k_j  +  q_i r^K_d(i,j)  +  r^Q_d(i,j) k_j) / sqrt(3 D)         content and position disentangled
     d(i, j)     = S + bucket(i - j), within [0, 2S)                                   rows of a table r of 2S positions
-    r^K, r^Q    = the table through the projections of content, or through its own
+    r^K, r^Q    = the table, projected as the content is, or by separate projections
 
-bucket keeps distances up to S/2 and puts longer ones in bins that widen with the logarithm; it is odd, so both sums
-look up the same row. Version 2 adds, after the first layer, a convolution over the embeddings. DistilBERT (Sanh et al.
-2019) has other names and no types; RoBERTa and XLM-R (Liu et al. 2019, Conneau et al. 2020) count positions from the
-one behind their padding token's. Padding changes a result by rounding at most; on a CPU in float32 BERT's is
-independent of batch composition to the bit, for T the same multiple of `LENGTH_STEP` and a batch-invariant BLAS.
+bucket keeps distances up to S/2 and puts longer ones in logarithmic bins. It is odd, so both terms look up the same
+row. Version 2 adds a convolution over the embeddings after the first layer. DistilBERT (Sanh et al. 2019) has other
+names and no types. RoBERTa and XLM-R (Liu et al. 2019, Conneau et al. 2020) number positions from 1 + the id of their
+padding token. Padding changes a result by rounding at most. On a CPU in float32, BERT's is independent of batch
+composition to the bit, if T is the same multiple of `LENGTH_STEP` and the BLAS is batch-invariant.
 
 Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate, W rows of a table
 (docs/notation.md).
@@ -39,7 +39,7 @@ from thresher.policy.weights import build_unallocated, read_weights, tensor_shap
 
 C = TypeVar("C", bound="BertConfig")
 
-# Rows of a matmul come in multiples in which a BLAS may be batch-invariant; attention's are at a fixed length.
+# The number of rows of a matmul is a multiple for which a BLAS may be batch-invariant; attention has a fixed length.
 LENGTH_STEP = ROW_MULTIPLE
 
 
@@ -55,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _CONV_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "tanh": torch.tanh}
 
-# model_type -> our field: its key.
+# For each model_type: our field -> its key in config.json.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -80,7 +80,7 @@ _KEYS = {
     "distilbert": _DISTILBERT_KEYS,
     **dict.fromkeys(ROBERTAS, _BERT_KEYS),
 }
-# RoBERTa's padding token has id 1, and the rows of positions up to it hold nothing.
+# RoBERTa's padding token has id 1, and the rows of positions up to it are unused.
 _ROBERTA_PADDING = 1
 _DISTILBERT_EPSILON = 1e-12  # fixed in its definition
 
@@ -145,7 +145,7 @@ _OLD_ENDS = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".Layer
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
     """Sizes and constants of one encoder. `max_positions`: tokens of the longest text. `types`: 0 without token types
-    (DistilBERT). `architecture`: config.json's class, which tells DPR's halves apart."""
+    (DistilBERT). `architecture`: config.json's class, which distinguishes DPR's halves."""
 
     model_type: str
     architecture: str
@@ -161,7 +161,7 @@ class BertConfig:
 
     @property
     def first_position(self) -> int:
-        """The row of positions of a text's first token."""
+        """Return the row of the position table for a text's first token."""
         return _ROBERTA_PADDING + 1 if self.model_type in ROBERTAS else 0
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class BertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DebertaConfig(BertConfig):
-    """A DeBERTa's. span: S above. farthest: the distance in the last bin, 0 without bins. shared: r goes through
+    """Config of a DeBERTa. span: S above. farthest: the distance in the last bin, 0 without bins. shared: r has the
     content's projections. positions: embeddings have absolute ones too. convolution: kernel size and groups."""
 
     span: int
@@ -279,7 +279,7 @@ def _made(kind: type[C], record: Mapping[str, Any], path: Path, **fields: Any) -
 
 
 def _refuse_unsupported(record: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]], path: Path) -> None:
-    """Raise UserError for every feature that would silently change what the model computes."""
+    """Raise UserError for every feature that would silently change the results of the model."""
     for key, accepted in wanted.items():
         if record.get(key) not in accepted:
             raise UserError(
@@ -288,7 +288,7 @@ def _refuse_unsupported(record: Mapping[str, Any], wanted: Mapping[str, tuple[An
 
 
 def _words_of(value: object) -> list[str]:
-    """Return the words of a setting that may be a list or have them joined by bars."""
+    """Return the words of a setting, which may be a list or a string of words joined by bars."""
     words = value.split("|") if isinstance(value, str) else value if isinstance(value, list) else []
     return [str(word).strip().lower() for word in words]
 
@@ -317,19 +317,19 @@ def _epsilon(value: object, path: Path) -> float:
 
 
 def map_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
-    """Map the last axis of `x` [.., I]: [.., O]."""
+    """Apply the linear map to the last axis of `x`: [.., I] -> [.., O]."""
     return linear(x.flatten(0, -2), weight_OI, bias_O).view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):
-    """torch's, multiplied by the library that is the faster one here (kernels/layers.py)."""
+    """torch's Linear, with the matmul of the library that is faster here (kernels/layers.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return map_rows(x, self.weight, self.bias)
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a two-layer MLP, each added to the stream and normed."""
+    """Attention and a two-layer MLP, each added to the residual stream and followed by a norm."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x_BTH: Tensor, mask_B11T: Tensor, relative: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return the layer's output [B, T, H]. mask_B11T: bool, false for keys that no token attends to. relative: a
-        DeBERTa's table [W, H], and its row for a query's and a key's place, int64 [T, T]."""
+        DeBERTa's table [W, H], and its row for each pair of query and key positions, int64 [T, T]."""
         if relative is None:
             q_BNTD, k_BNTD, v_BNTD = self.qkv(x_BTH).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             o_BNTD = F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, attn_mask=mask_B11T)
@@ -364,7 +364,7 @@ class EncoderLayer(nn.Module):
         else:
             table_k_NWD, table_q_NWD = self._projected(table_WH, self.table_kq, 2)
         index_BNTT = row_TT.expand(*q_BNTD.shape[:2], -1, -1)
-        # A key's row of r^Q k_j is gathered as [j, i] and turned.
+        # r^Q k_j is gathered as [j, i] and transposed.
         content_BNTT = (q_BNTD @ table_k_NWD.transpose(-1, -2)).gather(-1, index_BNTT)
         position_BNTT = (k_BNTD @ table_q_NWD.transpose(-1, -2)).gather(-1, index_BNTT.transpose(-1, -2))
         scale = 1 / math.sqrt(3 * q_BNTD.shape[-1])
@@ -373,13 +373,13 @@ class EncoderLayer(nn.Module):
         return F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, attn_mask=bias_BNTT, scale=scale)
 
     def _projected(self, x_TH: Tensor, projection: nn.Linear, parts: int, of: slice = slice(None)) -> list[Tensor]:
-        """Return [.., N, T, D] of [.., T, H] for each of the maps that lie in one `projection`, or for some."""
+        """Map [.., T, H] to [.., N, T, D] by each of the linear maps fused in one `projection`, or by some of them."""
         pairs = list(zip(projection.weight.chunk(parts), projection.bias.chunk(parts), strict=True))[of]
         return [map_rows(x_TH, *pair).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for pair in pairs]
 
 
 class Bert(nn.Module):
-    """An encoder without a head, DeBERTa among them. Made by `load_bert` or `load_deberta`."""
+    """An encoder without a head, which may be a DeBERTa; created by `load_bert` or `load_deberta`."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -407,15 +407,15 @@ class Bert(nn.Module):
         return self.words_VH.device
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states of the last layer, [B, T, H] in the weights' dtype, undefined at padded places.
+        """Return the hidden states of the last layer, [B, T, H] in the weights' dtype, undefined for padding.
 
-        ids_BT: int64. mask_BT: bool, true for tokens, at least one a row, padding on the right. types_BT: int64, the
-        segment of each token, None for 0. T may exceed `max_positions` by padding alone.
+        ids_BT: int64. mask_BT: bool, true for tokens, at least one per row, with padding on the right. types_BT: int64,
+        the segment of each token, None for 0. T may exceed `max_positions` only by padding.
         """
         place_T = torch.arange(ids_BT.shape[1], device=self.device)
         x_BTH: Tensor = F.embedding(ids_BT, self.words_VH)
         if self.positions_WH is not None:
-            # Padding to a fixed step may reach past the last position; what it reads there is masked.
+            # Padding to a fixed step may exceed the last position; the rows read for it are masked.
             position_T = place_T.clamp(max=self.config.max_positions - 1) + self.config.first_position
             x_BTH = x_BTH + self.positions_WH[position_T]
         if self.types_WH is not None:
@@ -450,7 +450,7 @@ class Bert(nn.Module):
 
 def buckets(distance_TT: Tensor, span: int, farthest: int) -> Tensor:
     """Return the table's row for each distance i - j: S + bucket, within [0, 2S); int64 [..] -> int64 [..]. The
-    logarithm is in float32, as published: in float64 a distance on a bin's edge may fall into its neighbour."""
+    logarithm is in float32, as published; in float64 a distance on a bin's edge may fall into the next bin."""
     bucket_TT = distance_TT
     if farthest:
         middle = span // 2
@@ -467,7 +467,7 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: to
 
 
 def load_deberta(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Bert:
-    """Read a DeBERTa, as `load_bert`."""
+    """Read a DeBERTa; see `load_bert`."""
     return _load(Path(folder), read_deberta_config(folder), dtype, device)
 
 
@@ -491,7 +491,7 @@ def _name_in(found: Mapping[str, torch.Size], name: str) -> str:
 
 
 def tensors_of(bert: Bert) -> dict[str, Tensor]:
-    """Return Hugging Face's names, without a prefix -> tensors that share the model's memory."""
+    """Return tensors that share the model's memory, by Hugging Face's names without a prefix."""
     tables = {
         _WORDS: bert.words_VH,
         "embeddings.position_embeddings.weight": bert.positions_WH,
@@ -521,6 +521,6 @@ def _layer_views(layer: nn.Module, start: str, names: tuple[str, ...]) -> dict[s
     if layer.table_kq is not None:
         pairs += zip(layer.table_kq.weight.data.chunk(2), layer.table_kq.bias.data.chunk(2), strict=True)
     views = {}
-    for name, (weight, bias) in zip(names, pairs, strict=False):  # a shared table has no projections of its own
+    for name, (weight, bias) in zip(names, pairs, strict=False):  # a shared table has no separate projections
         views[f"{start}{name}.weight"], views[f"{start}{name}.bias"] = weight, bias
     return views

@@ -1,11 +1,11 @@
-"""Approximate search: lists (IVF) or a graph (HNSW) of FAISS name candidates, which are scored as `exact` does.
+"""Approximate search: lists (IVF) or a graph (HNSW) of FAISS give candidates, which are scored as in `exact`.
 
-The manifest has the measured recall and the search parameter (`nprobe` or `efSearch`) and number of candidates that
-reached it. Without kept vectors FAISS's own scores give the order. A query's result is independent of batch
-composition: the nearest lists are chosen by `ExactRows`, a rotation is done in float64. On GPUs, where lists or a flat
-matrix lie in float16, sharded, sums may round differently; no machine at hand has had FAISS for GPUs, and only the
-division into shards is tested. Letters: N passages, Q queries, D dimension, F candidates, P directions or lists, M
-blocks of B rows.
+The manifest has the measured recall, and the search parameter (`nprobe` or `efSearch`) and number of candidates that
+reached it. Without kept vectors, FAISS's own scores determine the order. A query's result is independent of batch
+composition: the nearest lists are chosen by `ExactRows`, and a rotation is computed in float64. On GPUs, lists or a
+flat matrix are sharded in float16, and sums may round differently. No machine with FAISS for GPUs was available, so
+only the division into shards is tested. Letters: N passages, Q queries, D dimension, F candidates, P directions or
+lists, M blocks of B rows.
 """
 
 import math
@@ -22,9 +22,9 @@ from thresher.retrieval.indexes.kinds import Kind
 from thresher.retrieval.indexes.structures import behind, inner, rotation
 from thresher.retrieval.indexes.vector_file import Array, VectorFile
 
-# Multiplications in a product up to which OpenBLAS takes one thread: 4 times 2^16.
+# Multiplications in a product up to which OpenBLAS uses one thread: 4 times 2^16.
 ONE_THREAD = 1 << 18
-# Values of efSearch beyond it are not tried: over 10^6 vectors a graph found all but .005 at half of it.
+# Higher values of efSearch are not tried: over 10^6 vectors a graph found all but .005 at half of this value.
 MOST_EFSEARCH = 4096
 # Candidates fetched per hit from a flat index in float16, whose order near the k-th place is not quite the exact one.
 FLAT_FACTOR = 2
@@ -34,7 +34,8 @@ GPU_MOST = 2048
 
 class Candidates(ABC):
     """A structure that finds rows near a vector. `parameter` is FAISS's name of its search parameter ("nprobe" or
-    "efSearch"), `most` its largest value of use, `most_fetched` a bound on `fetch` and that value, if there is one."""
+    "efSearch"), `most` its largest useful value, `most_fetched` a bound on `fetch` and on this value, if there is
+    one."""
 
     parameter: str
     most: int
@@ -42,10 +43,10 @@ class Candidates(ABC):
 
     @abstractmethod
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
-        """Return scores and rows of at most `fetch` candidates, [Q, F], best first; row -1 fills up."""
+        """Return scores and rows of at most `fetch` candidates, [Q, F], best first, padded with row -1."""
 
     def span(self, fetch: int) -> tuple[int, int]:
-        """Return the least and the highest value that are worth trying for `fetch` candidates."""
+        """Return the lowest and the highest value that are worth trying for `fetch` candidates."""
         return 1, self.most
 
 
@@ -61,8 +62,8 @@ class GraphCandidates(Candidates):
         self.most = int(index.ntotal)
 
     def span(self, fetch: int) -> tuple[int, int]:
-        """As Candidates has it: a graph keeps as many candidates as are fetched in any case, and all it holds only in
-        hours."""
+        """Return the span of efSearch: a graph keeps at least as many candidates as are fetched, and keeping all its
+        vectors takes hours."""
         least = min(self.most, fetch)
         return least, max(fetch, min(self.most, MOST_EFSEARCH))
 
@@ -98,7 +99,7 @@ class ListCandidates(Candidates):
 
 
 def check_gpus() -> int:
-    """Return how many GPUs FAISS sees; UserError if none."""
+    """Return the number of GPUs that FAISS sees; UserError if there are none."""
     count = faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
     if count < 1:
         raise UserError("this FAISS sees no GPU; install thresher with its extra [gpu] where there is one")
@@ -127,7 +128,7 @@ class GpuLists(Candidates):
 
 
 class FlatShards(Candidates):
-    """Runs of the rows of `vectors`, one in each of the empty FAISS flat indexes `shards`; without a parameter."""
+    """Consecutive rows of `vectors` in each of the FAISS flat indexes `shards`, given empty; without a parameter."""
 
     parameter = "passes"
     most = 1
@@ -154,22 +155,22 @@ def flat_on_gpus(vectors: VectorFile) -> FlatShards:
     for device in range(check_gpus()):
         config = faiss.GpuIndexFlatConfig()
         config.device, config.useFloat16 = device, True
-        # Kept by the index itself, which FAISS's Python layer sees to.
+        # FAISS's Python layer keeps the resources as long as the index.
         shards.append(faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), vectors.dim, config))
     return FlatShards(vectors, shards)
 
 
 def candidates_of(kind: Kind, index: Any, gpu: bool = False) -> Candidates:
-    """Return how the structure `index` of `kind` is searched, on a CPU or, for lists, on all GPUs."""
+    """Return the search of the structure `index` of `kind`, on a CPU or, for lists, on all GPUs."""
     if kind.links:
         return GraphCandidates(index)
     return GpuLists(index) if gpu else ListCandidates(index)
 
 
 class Projection:
-    """Rotate or project queries, or return them unchanged for None. In float64, so that a query's rounded bits do not
-    depend on the others; in blocks that OpenBLAS multiplies on one thread, whose others would slow FAISS down (8
-    queries took 8 ms instead of 2)."""
+    """Rotates or projects queries, or returns them unchanged for None. The product is in float64, so that a query's
+    rounded bits do not depend on the other queries, and in blocks that OpenBLAS multiplies on one thread, because its
+    other threads would slow FAISS down (8 queries took 8 ms instead of 2)."""
 
     def __init__(self, rotation_PD: Vectors | None) -> None:
         self._rotation_MDB: Array | None = None
@@ -180,7 +181,7 @@ class Projection:
             self._rotation_MDB = np.ascontiguousarray(block_MBD.swapaxes(1, 2))
 
     def __call__(self, query_QD: Vectors) -> Vectors:
-        """Return float32 [Q, P] of float32 [Q, D]."""
+        """Map float32 [Q, D] to float32 [Q, P]."""
         if self._rotation_MDB is None:
             return query_QD
         turned_NMBB = _blocks(query_QD, self._block)[:, None] @ self._rotation_MDB
@@ -189,15 +190,15 @@ class Projection:
 
 
 def _blocks(rows_RD: Vectors, block: int) -> Array:
-    """Return the rows in float64, `block` at a time: [ceil(R / B), B, D], filled up with zeros."""
+    """Return the rows in float64, in blocks of `block`: [ceil(R / B), B, D], padded with zeros."""
     padded_RD = np.zeros((-(-len(rows_RD) // block) * block, rows_RD.shape[1]))
     padded_RD[: len(rows_RD)] = rows_RD
     return padded_RD.reshape(-1, block, rows_RD.shape[1])
 
 
 class ApproximateSearch:
-    """Candidates, scored exactly where `exact` has their vectors. `value` of the search parameter and `factor`
-    (candidates fetched per hit) may be set at any time."""
+    """Search by candidates, which are scored exactly if `exact` has their vectors. `value` of the search parameter and
+    `factor` (candidates fetched per hit) may be set at any time."""
 
     def __init__(self, candidates: Candidates, exact: RowScores | None, rows: int, value: int, factor: int) -> None:
         self.candidates = candidates
@@ -206,7 +207,7 @@ class ApproximateSearch:
         self._rows = rows
 
     def span(self, k: int) -> tuple[int, int]:
-        """Return the least and the highest value of the search parameter that are worth trying for `k` hits."""
+        """Return the lowest and the highest value of the search parameter that are worth trying for `k` hits."""
         return self.candidates.span(self._fetch(k))
 
     def _fetch(self, k: int) -> int:
@@ -219,7 +220,7 @@ class ApproximateSearch:
         return wanted
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
-        """Return at most `k` rows for every query, best first; a query that gets fewer is searched with higher
+        """Return at most `k` rows for every query, best first. A query with fewer hits is searched again with higher
         values."""
         fetch, value = self._fetch(k), self.value
         score_QF, row_QF = self.candidates.find(query_QD, fetch, value)

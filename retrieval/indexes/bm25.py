@@ -1,13 +1,14 @@
-"""BM25: exact words, weighted by rarity, in an index folder of its own; and over the passages of one question.
+"""BM25: exact words, weighted by rarity, in its own index folder; and over the passages of one question.
 
-A passage d scores, for a query of words w (a word asked twice counts twice), tf being w's count in d, |d| d's words,
+The score of a passage d for a query of words w (a repeated word counts twice), with w's count tf in d and |d| words of
+d, is
   sum over w of  idf(w) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|))
   lucene   idf = log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages; the default
-  okapi    idf = log((N - n + .5) / (n + .5)), where that is negative a quarter of the mean idf of all words; and all of
-           it times k1 + 1, as the package rank_bm25 computes
-The library bm25s keeps the score of every (word, passage) pair as a sparse matrix in `scores/`, read through the memory
-map; `okapi` is its matrix with each column rescaled. `bm25.json` holds the settings. There are no stop words and no
-stemming. Scores are float32; a query's result is independent of batch composition.
+  okapi    idf = log((N - n + .5) / (n + .5)), or if that is negative, a quarter of the mean idf of all words; and the
+           whole score times k1 + 1, as in the package rank_bm25
+The library bm25s stores the score of every (word, passage) pair as a sparse matrix in `scores/`, which is
+memory-mapped; `okapi` is its matrix with each column rescaled. `bm25.json` has the settings. There are no stop words
+and no stemming. Scores are float32; a query's result is independent of batch composition.
 """
 
 import errno
@@ -43,13 +44,13 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit, LocalRetriever
 
 if TYPE_CHECKING:
-    import bm25s  # lazily: a search of vectors needs none of it
+    import bm25s  # imported on use: a search of vectors does not need it
 
 KIND = "bm25"
 FILE = "bm25.json"
 SCORES = "scores"
 SCORING = "scoring words"
-# Share of the mean idf that rank_bm25 gives a word whose own idf is negative.
+# Fraction of the mean idf that rank_bm25 gives a word whose idf is negative.
 OKAPI_FLOOR = 0.25
 
 TOKENS: dict[str, Callable[[str], list[str]]] = {"words": words, "split": lambda text: text.lower().split()}
@@ -59,8 +60,8 @@ VARIANTS = {"lucene": ("lucene", "lucene"), "okapi": ("atire", "lucene")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bm25Settings:
-    """Settings, see the top of this file. `tokens`: "words" (lower-cased runs of letters and digits) or "split"
-    (lower-cased, cut at white space); `variant`: "lucene" or "okapi"."""
+    """Settings; see the top of this file. `tokens`: "words" (lower-cased runs of letters and digits) or "split"
+    (lower-cased, split at white space). `variant`: "lucene" or "okapi"."""
 
     tokens: str = "words"
     variant: str = "lucene"
@@ -78,7 +79,7 @@ class Bm25Settings:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the settings, in hexadecimal: with the corpus, they decide every score."""
+        """Return the hash of the settings, in hexadecimal; together with the corpus they determine every score."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode("ascii")).hexdigest()
 
 
@@ -98,7 +99,7 @@ def parse_bm25(encoder: str) -> Bm25Settings:
 
 
 class Bm25Index(LocalRetriever):
-    """A corpus and the scores of its words. Made by `build_bm25` or `load_bm25`."""
+    """A corpus and the scores of its words, created by `build_bm25` or `load_bm25`."""
 
     def __init__(self, corpus: Corpus, scores: "bm25s.BM25", settings: Bm25Settings) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Bm25Index(LocalRetriever):
         self._tokens = TOKENS[settings.tokens]
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return hits as Retriever has it; fewer than `k` where fewer passages share a word with a query."""
+        """Return hits; see Retriever. There are fewer than `k` if fewer passages share a word with a query."""
         return [self._find_one(query, k) for query in queries]
 
     def _find_one(self, query: str, k: int) -> list[Hit]:
@@ -115,13 +116,13 @@ class Bm25Index(LocalRetriever):
         if not known:
             return []
         score_N = self._scores.get_scores_from_ids(known)
-        has_word_N = np.zeros(len(score_N), bool)  # a score may be 0 and below by okapi
+        has_word_N = np.zeros(len(score_N), bool)  # a score may be 0 or negative by okapi
         columns = self._scores.scores
         for word in known:
             has_word_N[columns["indices"][columns["indptr"][word] : columns["indptr"][word + 1]]] = True
         rows = np.flatnonzero(has_word_N)
         if len(rows) > k:
-            # Every tie at the k-th place stays, so that the row decides among them and not the partition.
+            # Every tie at the k-th place is kept, so that ties are broken by row and not by the partition.
             kth = np.partition(score_N[rows], len(rows) - k)[len(rows) - k]
             rows = rows[score_N[rows] >= kth]
         order = np.lexsort((rows, -score_N[rows]))[:k]
@@ -129,8 +130,8 @@ class Bm25Index(LocalRetriever):
 
 
 def _import_bm25s() -> Any:
-    """Import bm25s without JAX. Where JAX is installed, bm25s runs it once as it is imported, for a selection that is
-    not used here, and JAX then takes three quarters of the GPU's memory."""
+    """Import bm25s without JAX. If JAX is installed, bm25s runs it once on import, for a selection that is not used
+    here, and JAX then takes three quarters of the GPU's memory."""
     hidden = sys.modules.get("jax")
     sys.modules["jax"] = None  # type: ignore[assignment]  # `import jax` raises ImportError
     try:
@@ -150,8 +151,8 @@ def build_bm25(
     settings: Bm25Settings | None = None,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Bm25Index:
-    """Count and score the words of every passage and write the index into `folder`, which appears whole or not at all.
-    UserError for a `folder` that exists, and for a corpus without a word."""
+    """Count and score the words of every passage and write the index to `folder`, completely or not at all. UserError
+    for a `folder` that exists, and for a corpus without a word."""
     bm25s = _import_bm25s()
     settings = settings or Bm25Settings()
     folder = Path(folder)
@@ -176,7 +177,7 @@ def build_bm25(
 
 
 def _check_written(staged: Path, folder: Path) -> None:
-    """Raise OSError for an array cut off by a full disk: NumPy does not check that its file was flushed."""
+    """Raise OSError for an array truncated by a full disk, because NumPy does not check that its file was flushed."""
     for path in sorted(staged.glob("*.npy")):
         try:
             np.load(path, mmap_mode="r")
@@ -185,7 +186,7 @@ def _check_written(staged: Path, folder: Path) -> None:
 
 
 def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
-    """Read what `build_bm25` wrote; the scores stay on disk. Arguments and errors as `load_index`."""
+    """Read an index of `build_bm25`; the scores stay on disk. Arguments and errors are those of `load_index`."""
     bm25s = _import_bm25s()
     folder = Path(folder)
     manifest, hashes = open_folder(folder, verify, (KIND,))
@@ -213,7 +214,7 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
 
 
 def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
-    """Return whether every column lies within the arrays and every row within the corpus."""
+    """Return whether every column is within the arrays and every row within the corpus."""
     data, row_M, start_V = (scores.scores[name] for name in ("data", "indices", "indptr"))
     if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in ((data, "f"), (row_M, "i"), (start_V, "i"))):
         return False
@@ -231,7 +232,7 @@ def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
 def _count(
     corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: OnStage
 ) -> tuple[dict[str, int], list["array[int]"]]:
-    """Return every word's number, in order of first appearance, and every passage as numbers."""
+    """Return the number of each word, in order of first appearance, and each passage as numbers of its words."""
     vocabulary: dict[str, int] = {}
     passages = []
     for row, passage in enumerate(corpus, 1):
@@ -245,7 +246,7 @@ def _count(
 
 
 def _rescale_to_okapi(scores: dict[str, Any], passages: int) -> None:
-    """Turn the library's columns, which carry Lucene's idf, into rank_bm25's, in place."""
+    """Convert the library's columns, which have Lucene's idf, to rank_bm25's, in place."""
     n_V: npt.NDArray[np.int64] = np.diff(scores["indptr"])
     ratio_V = (passages - n_V + 0.5) / (n_V + 0.5)
     okapi_V = np.log(ratio_V)
@@ -258,10 +259,10 @@ def _is_number(value: object) -> bool:
 
 
 def rank_in_context(passages: Sequence[Passage], query: str, k: int) -> list[Hit]:
-    """Rank a question's own passages by BM25 over title and text, with the default settings and their counts alone.
+    """Rank a question's passages by BM25 over title and text, with the default settings and the counts of these only.
 
-    Return the best `k`, or all where there are fewer, also those that share no word; a hit's row is its place, and
-    equal scores stay in order.
+    Return the best `k`, or all if there are fewer, including those that share no word. A hit's row is its position;
+    equal scores keep their order.
     """
     settings = Bm25Settings()
     k1, b = settings.k1, settings.b

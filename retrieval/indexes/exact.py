@@ -1,8 +1,8 @@
 """The exact k rows of largest inner product, independent of batch composition to the last bit.
 
-A matmul finds more than k candidates (`scan`); all that may be among the first k are scored again one by one: the
-float64 inner product rounded to float32, equal scores ordered by row. Where the error bound of a float32 inner product
-does not prove that the candidates hold the answer, the whole matrix is searched. Rows in float16 are widened block by
+A matmul finds more than k candidates (`scan`). All that may be among the first k are rescored one by one: the float64
+inner product rounded to float32, with equal scores ordered by row. If the error bound of a float32 inner product does
+not prove that the candidates contain the answer, the whole matrix is searched. Rows in float16 are converted block by
 block. Not thread-safe. Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block.
 """
 
@@ -16,15 +16,15 @@ from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.faiss_library import faiss, faiss_installed
 from thresher.retrieval.indexes.vector_file import SLICE_BYTES, Array
 
-# Candidates fetched beyond k: but for real ties, no query of HotpotQA's 500 then needs the whole matrix.
+# Candidates fetched beyond k: except for real ties, no query of HotpotQA's 500 then needs the whole matrix.
 MARGIN = 8
-# Rows fetched at a time, and rows scored at a time, whose float64 copies fit a core's own cache.
+# Rows fetched at a time, and rows scored at a time, whose float64 copies fit in a core's private cache.
 SCORE_CHUNK, SCORE_CACHED = 256, 64
-# Multiplications of a search up to which FAISS takes about a millisecond; importing torch takes a second.
+# Multiplications of a search up to which FAISS takes about a millisecond, whereas importing torch takes a second.
 SMALL = 1 << 22
-# Bytes of float32 looked through at a time: what comes with each block, .3 ms, is a hundredth of reading it.
+# Bytes of float32 scanned at a time: the overhead of a block, .3 ms, is a hundredth of the time to read it.
 BLOCK_BYTES = 256 * 2**20
-# Queries of one pass over all rows, and candidates of theirs: 200 MB with their scores.
+# Queries of one pass over all rows, and their candidates: 200 MB with their scores.
 QUERIES, CANDIDATES = 512, 1 << 22
 
 Rows = npt.NDArray[np.int64]
@@ -33,13 +33,13 @@ Found = list[tuple[int, float]]
 
 
 class RowScores:
-    """Scores of single rows, which `take` fetches: rows [F] to their vectors [F, D], float32 or float16."""
+    """Scores of single rows. `take` fetches them: rows [F] to their vectors [F, D], float32 or float16."""
 
     def __init__(self, take: Callable[[Rows], Array]) -> None:
         self._take = take
 
     def ranked(self, query_QD: Vectors, rows: Sequence[Rows] | Rows, k: int) -> list[Found]:
-        """Score every query's own rows, `rows[q]`, one by one and return the first `k` by (-score, row)."""
+        """Score each query's rows, `rows[q]`, one by one, and return the first `k` by (-score, row)."""
         if not len(rows):
             return []
         row_QF = np.full((len(rows), max(map(len, rows))), -1)
@@ -62,14 +62,14 @@ class RowScores:
             wanted_QF, part_QF, part64_QD = row_QF[part], score_QF[part], query64_QD[part[0]]
             taken_QFD = self._take(np.maximum(wanted_QF, 0).ravel()).reshape(*wanted_QF.shape, -1)
             for cached in _tiles(wanted_QF.shape, SCORE_CACHED):
-                # Not a matmul: each row is summed in the same order however many there are.
+                # Not a matmul: each row is summed in the same order for any number of rows.
                 part_QF[cached] = np.einsum("qfd,qd->qf", taken_QFD[cached].astype(np.float64), part64_QD[cached[0]])
             part_QF[wanted_QF < 0] = -np.inf
         return score_QF
 
 
 def _tiles(shape: tuple[int, ...], cells: int) -> list[tuple[slice, slice]]:
-    """Return tiles of at most `cells` cells of a matrix: whole rows together, or parts of one row where it has more
+    """Return tiles of at most `cells` cells of a matrix: several whole rows, or parts of one row if it has more
     cells."""
     rows, columns = shape
     wide = max(1, min(columns, cells))
@@ -94,13 +94,13 @@ class ExactRows(RowScores):
         self.full_scans = 0
         self._largest_norm = largest_row_norm(vectors_ND) if largest_norm is None else largest_norm
         if vectors_ND.size > SMALL:
-            _load_torch()  # not in the first search, which would be slow
+            _load_torch()  # not in the first search, which would be slowed down
 
     def __len__(self) -> int:
         return len(self.vectors_ND)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
-        """Return the exact top min(k, N) of every query, float32 [Q, D]; equal scores by ascending row."""
+        """Return the exact top min(k, N) of every query, float32 [Q, D]; equal scores are ordered by row."""
         k, fetch = min(k, len(self)), min(len(self), k + MARGIN)
         step = max(1, min(QUERIES, CANDIDATES // max(1, fetch)))
         parts = [query_QD[start : start + step] for start in range(0, len(query_QD), step)]
@@ -109,14 +109,14 @@ class ExactRows(RowScores):
     def _top(self, query_QD: Vectors, k: int, fetch: int) -> list[Found]:
         score_QF, row_QF = rough_top(query_QD, len(self), self._blocks(), fetch)
         error_Q = self._error_bounds(query_QD)
-        # The others score less than these k, give or take the error.
+        # All others score less than these k, up to the error.
         near_Q = (score_QF >= score_QF[:, k - 1, None] - 2 * error_Q[:, None]).sum(1)
         last_Q, last_row_Q = score_QF[:, -1], row_QF[:, -1]
         row_QF = row_QF[:, : max(k, near_Q.max())]
         exact_QF = self._scores(query_QD, row_QF)
         order_QK = np.lexsort((row_QF, -exact_QF))[:, :k]
         best_QK, best_row_QK = (np.take_along_axis(found_QF, order_QK, 1) for found_QF in (exact_QF, row_QF))
-        # Rows that were not fetched score at most the last fetched one's, give or take the error.
+        # Rows that were not fetched score at most as much as the last fetched one, up to the error.
         apart_Q = np.greater(best_QK[:, -1], last_Q + error_Q)
         proved_Q = (last_row_Q >= 0) & (apart_Q | (fetch == len(self)))
         found = [list(zip(*each, strict=True)) for each in zip(best_row_QK.tolist(), best_QK.tolist(), strict=True)]
@@ -125,22 +125,22 @@ class ExactRows(RowScores):
         return found
 
     def _out_of_all(self, query_D: Vectors, k: int, error: float) -> Found:
-        """Return the top k out of all rows, for a query whose candidates proved nothing."""
+        """Return the top k of all rows, for a query whose candidates are not proved to contain them."""
         self.full_scans += 1
         rough_N = np.concatenate([block_BD @ query_D for _, block_BD in self._blocks()])
         kth = np.partition(rough_N, len(rough_N) - k)[len(rough_N) - k]
         return self.ranked(query_D[None], [np.flatnonzero(rough_N >= kth - 2 * error)], k)[0]
 
     def _blocks(self) -> Iterator[tuple[int, Array]]:
-        """Yield (first row, rows), block by block, each verified before."""
+        """Yield (first row, rows) block by block, each of them verified first."""
         step = max(1, BLOCK_BYTES // (4 * self.vectors_ND.shape[1]))
         for start in range(0, len(self), step):
             self._verify(start, min(start + step, len(self)))
             yield start, self.vectors_ND[start : start + step]
 
     def _error_bounds(self, query_QD: Vectors) -> npt.NDArray[np.float64]:
-        """Bound the error of a float32 inner product, summed in any order: d * 2^-24 * |q| * |p| (Higham 2002, section
-        3.1), twice, for its higher-order terms and our rounding to float32."""
+        """Bound the error of a float32 inner product, summed in any order: (d + 1) * 2^-24 * |q| * |p| (Higham 2002,
+        section 3.1), twice, for its higher-order terms and our rounding to float32."""
         query64_QD = query_QD.astype(np.float64)
         norm_Q: npt.NDArray[np.float64] = np.sqrt(np.einsum("qd,qd->q", query64_QD, query64_QD))
         bound_Q: npt.NDArray[np.float64] = norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
@@ -148,9 +148,9 @@ class ExactRows(RowScores):
 
 
 def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
-    """Return scores and rows, [Q, F], of the `fetch` best rows by float32 inner products, row -1 where a score is NaN.
+    """Return scores and rows, [Q, F], of the `fetch` best rows by float32 inner products, row -1 if a score is NaN.
     `blocks` yields all `rows`: (first row, [B, D] in float32 or float16). Ties at the end are cut arbitrarily. A small
-    search is FAISS's, where installed, which needs no torch."""
+    search is done by FAISS, if installed, which does not need torch."""
     if rows * query_QD.size > SMALL or not faiss_installed():
         top = _load_torch()(query_QD, fetch)
         for start, block_BD in blocks:
@@ -185,7 +185,7 @@ def best_first(score_F: Vectors, row_F: Rows, k: int) -> Found:
 
 
 def best_of(found: list[tuple[Vectors, Rows]], fetch: int) -> tuple[Vectors, Rows]:
-    """Merge searches over different rows: the `fetch` highest scores and their rows, [Q, F], equal scores by row."""
+    """Merge searches of different rows: the `fetch` highest scores and their rows, [Q, F], equal scores by row."""
     if len(found) == 1:
         return found[0]
     score_QF, row_QF = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))

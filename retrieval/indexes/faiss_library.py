@@ -1,4 +1,4 @@
-"""Import FAISS at the first use of one of its names.
+"""Import FAISS on first use of one of its names.
 
 An installation may lack it: `faiss-cpu` and `faiss-gpu` both provide the module `faiss`, and only the user knows which
 one fits the machine. Flat and BM25 indexes, and their fusion, work without it.
@@ -13,13 +13,13 @@ from thresher.common.errors import UserError
 
 
 class _Faiss:
-    """The module `faiss`, imported when a name of it is read."""
+    """The module `faiss`, imported when one of its names is read."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_module(), name)
 
 
-# Its type stubs leave out half of what is used here.
+# Its type stubs lack half of the names that are used here.
 faiss: Any = _Faiss()
 
 
@@ -32,7 +32,7 @@ def faiss_installed() -> bool:
 
 
 def need_faiss(what: str) -> None:
-    """Raise UserError, with `what` needs FAISS, where it is not installed."""
+    """Raise UserError, which says that `what` needs FAISS, if it is not installed."""
     if not faiss_installed():
         raise UserError(f"{what} needs FAISS, which is not installed; {_REMEDY}")
 

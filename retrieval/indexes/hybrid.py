@@ -1,9 +1,9 @@
 """Several retrievers of one corpus, searched together and joined by reciprocal rank fusion.
 
-A passage scores  sum over members of  1 / (60 + rank),  rank from 1, nothing from a member that does not list it
-(Cormack, Clarke and Buettcher 2009). The sum is rounded once (`math.fsum`), so the members' order does not matter;
-equal sums go by row. `hybrid.json` names the members' folders, relative and absolute, and the hash of each member's
-manifest: a member that was built again is refused.
+The score of a passage is  sum over members of  1 / (60 + rank),  with ranks from 1 and 0 for a member that does not
+list it (Cormack, Clarke and Buettcher 2009). The sum is rounded once (`math.fsum`), so the order of the members does
+not matter; equal sums are ordered by row. `hybrid.json` has the members' folders, relative and absolute, and the hash
+of each member's manifest; a member that was rebuilt is refused.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ from thresher.retrieval.retriever import Hit, LocalRetriever, Retriever
 
 KIND = "hybrid"
 FILE = "hybrid.json"
-# The constant of the paper: the larger, the smaller the weight of the first ranks.
+# The constant of the paper: the larger it is, the smaller is the weight of the first ranks.
 CONSTANT = 60
 DEPTH = 100
 
-# Reads a member's folder, of whatever kind; `load.load_retriever`, which knows this file and so is handed in.
+# Reads a member's folder of any kind: `load.load_retriever`, which is passed in because load.py imports this file.
 Load = Callable[[Path, Corpus | None], Retriever]
 
 
 class Hybrid(LocalRetriever):
-    """Two or more retrievers of the same corpus as one; each is asked for `depth` passages, or k where that is more.
+    """Two or more retrievers of the same corpus as one; each is queried for `depth` passages, or for k if that is more.
     Members must have a `corpus`, which a remote one lacks."""
 
     def __init__(self, members: Sequence[Retriever], depth: int = DEPTH) -> None:
@@ -61,7 +61,7 @@ class Hybrid(LocalRetriever):
         self.depth = depth
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return hits as Retriever has it; all queries go to every member in one call."""
+        """Return hits; see Retriever. All queries are passed to every member in one call."""
         depth = min(len(self), max(k, self.depth))
         found = [member.search(queries, depth) for member in self.members]
         return [self._fused(lists, k) for lists in zip(*found, strict=True)]
@@ -78,8 +78,8 @@ class Hybrid(LocalRetriever):
 
 
 def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, depth: int = DEPTH) -> Hybrid:
-    """Join the indexes in the folders `members`, loaded by `load`, and write `folder`, which appears whole or not at
-    all. UserError for a `folder` that exists, a member named twice, and a hybrid as a member."""
+    """Join the indexes in the folders `members`, loaded by `load`, and write `folder`, completely or not at all.
+    UserError for a `folder` that exists, a member named twice, and a hybrid as a member."""
     folder = Path(folder)
     places = [Path(os.path.abspath(member)) for member in members]
     for place, member in zip(places, members, strict=True):
@@ -104,7 +104,7 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, 
 
 
 def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: bool = True) -> Hybrid:
-    """Read what `build_hybrid` wrote; `load` reads a member. Arguments and errors as `load_index`."""
+    """Read an index of `build_hybrid`; `load` reads a member. Arguments and errors are those of `load_index`."""
     folder = Path(folder)
     manifest, _ = open_folder(folder, verify, (KIND,))
     record = read_json_object(folder / FILE)

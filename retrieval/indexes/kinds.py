@@ -1,18 +1,18 @@
 """Kinds of vector index: how each is written, what it needs, and which fits a memory.
 
-A kind is written as FAISS's factory writes it:
+A kind is written like a string for FAISS's factory:
 
-    flat, flat16            every vector looked at by every search, in float32 or rounded to float16
-    HNSW32                  a graph of 32 links a vector (64 on the ground level), over the kept vectors
-    HNSW32_SQ8              the same over vectors of its own, in 8 bits a coordinate; or SQfp16
+    flat, flat16            every vector is scanned by every search, in float32 or rounded to float16
+    HNSW32                  a graph of 32 links per vector (64 on the ground level), over the kept vectors
+    HNSW32_SQ8              the same over its own copies of the vectors, in 8 bits per coordinate; or SQfp16
     IVF4096,Flat            lists around 4,096 centroids; IVF,Flat for the usual number
-    IVF4096,SQfp16          vectors in the lists in float16; SQ8 in 8 bits a coordinate, between its extremes
-    [OPQ64,]IVF4096,PQ64    64 bytes a vector: product quantisation, with OPQ after a learned rotation
-    PCA192,IVF4096,Flat     graphs, and lists but for PQ, over the vectors' 192 strongest directions
+    IVF4096,SQfp16          vectors in the lists in float16; SQ8 in 8 bits per coordinate, between its extremes
+    [OPQ64,]IVF4096,PQ64    64 bytes per vector: product quantisation, with OPQ after a learned rotation
+    PCA192,IVF4096,Flat     graphs, and lists except PQ, over the vectors' 192 strongest directions
 
-An approximate kind has, beside the file of vectors, a structure of FAISS's that names candidates (`structures` builds
-and reads it, `approximate` searches it); they are scored in full from the kept vectors. docs/add/index.md walks
-through a new kind. Kinds without vectors, such as BM25, are not here.
+In addition to the file of vectors, an approximate kind has a FAISS structure that gives candidates (`structures` builds
+and reads it, `approximate` searches it); they are scored in full from the kept vectors. docs/add/index.md explains how
+to add a kind. Kinds without vectors, such as BM25, are not here.
 """
 
 import math
@@ -25,27 +25,27 @@ from thresher.common.files import show_bytes
 from thresher.retrieval.indexes.vector_file import SLICE_BYTES
 
 INDEX_FILE = "index.faiss"
-# What interpreter, NumPy and FAISS need.
+# RAM of interpreter, NumPy and FAISS.
 PROCESS_BYTES = 200 * 10**6
-# What FAISS sets aside on every GPU for its own use.
+# Memory that FAISS reserves on every GPU for its own use.
 FAISS_GPU_BYTES = 3 << 29
-# Quantisers, rotations, directions and the extremes of coordinates are found on at most so many vectors.
+# Maximum number of vectors on which quantisers, rotations, directions and the extremes of coordinates are found.
 TRAIN_CODES = 65_536
-# Of every random choice while a structure is built.
+# Seed of every random choice while a structure is built.
 SEED = 1234
 # dtype of a coordinate: FAISS's name for it, and its bytes.
 SCALARS = {"float32": "Flat", "float16": "SQfp16", "uint8": "SQ8"}
 SCALAR_BYTES = {"float32": 4, "float16": 2, "uint8": 1}
 SCALAR_CODES = {name.lower(): codes for codes, name in SCALARS.items()}
-# Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
+# Up to this number an exact search over 768 dimensions takes two cores less than .1 s, so no approximation is needed.
 FLAT_PASSAGES = 200_000
 LINKS = 32
-# Dimensions from which a quarter of the directions is shown in a plan: of 768 they found the five best of every
-# question, but a sixth of 384 .81 of them.
+# Dimensions from which a plan has a kind with a quarter of the directions: of 768 dimensions, these found the five best
+# passages of every question, whereas a sixth of 384 found .81 of them.
 LEAST_FOR_PCA = 512
-# Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
+# Minimum number of passages per list for training its centroid, and maximum number on which it is trained.
 LEAST_PER_LIST, TRAIN_PER_LIST = 39, 50
-# Product quantisers have 256 centroids a byte.
+# Product quantisers have 256 centroids per byte.
 PQ_CENTROIDS = 256
 # The manifest's names for the kinds of vectors, and how an exact kind keeps the matrix that it searches.
 FAMILIES = ("flat", "flat16", "hnsw", "ivf")
@@ -61,14 +61,14 @@ _LISTS = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat|SQfp16|SQ8)|PQ(\d+))", re.
 _PCA = re.compile(r"PCA(\d+),(.+)", re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
-# (what is being done, how far, of how many)
+# (stage, number done, total)
 OnStage = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Bytes of an index: RAM of searching and of building, on disk, on GPUs in all (0: no form for them), without the
-    passages' texts and a trained encoder."""
+    """Bytes of an index: RAM for searching and for building, disk, and all GPUs together (0: no form for GPUs), without
+    the passages' texts and a trained encoder."""
 
     ram_bytes: int
     disk_bytes: int
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def most_ram(self) -> int:
-        """The larger of the two figures of RAM."""
+        """Return the larger of the two RAM figures."""
         return max(self.ram_bytes, self.build_ram_bytes)
 
 
@@ -85,9 +85,9 @@ class Estimate:
 class Kind:
     """A kind, read by `parse_kind`.
 
-    links: of a graph, per vector. lists: of IVF. A kind with neither is exact. codes: how the structure holds a vector:
-    float32, float16, uint8 or pq, of `pq` bytes, with `opq` behind a rotation. directions: the principal directions
-    that the structure sees, 0 for the whole vectors.
+    links: of a graph, per vector. lists: of IVF. A kind with neither is exact. codes: how the structure stores a
+    vector: float32, float16, uint8 or pq, of `pq` bytes, with `opq` after a rotation. directions: the number of
+    principal directions in the structure, 0 for whole vectors.
     """
 
     links: int = 0
@@ -99,12 +99,12 @@ class Kind:
 
     @property
     def family(self) -> str:
-        """The manifest's name for the kind: one of FAMILIES."""
+        """Return the manifest's name for the kind, one of FAMILIES."""
         return "ivf" if self.lists else "hnsw" if self.links else "flat" if self.codes == "float32" else "flat16"
 
     @property
     def structure(self) -> str:
-        """The kind's spelling without its projection, numbers filled in."""
+        """Return the kind's factory string without its projection, with all numbers."""
         if self.lists:
             codes = f"PQ{self.pq}" if self.codes == "pq" else SCALARS[self.codes]
             return f"{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
@@ -114,51 +114,53 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """The factory string, numbers filled in; `parse_kind` reads it again."""
+        """Return the factory string, with all numbers; `parse_kind` reads it."""
         return f"PCA{self.directions},{self.structure}" if self.directions else self.structure
 
     @property
     def exact(self) -> bool:
-        """True where a search looks at every kept vector, without a structure."""
+        """Return whether a search scans every kept vector, without a structure."""
         return not (self.lists or self.links)
 
     @property
     def lossless(self) -> bool:
-        """True where a search returns the encoded vectors' exact answer, and so there is no recall to measure."""
+        """Return whether a search gives the exact answer of the encoded vectors, so that no recall is measured."""
         return self.exact and self.codes == "float32"
 
     @property
     def estimates(self) -> bool:
-        """True where the structure's own scores are estimates, so that more candidates than hits are fetched."""
+        """Return whether the structure's own scores are estimates, so that more candidates than hits are fetched."""
         return self.codes not in ("float32", "float16") or self.directions > 0
 
     @property
     def borrows(self) -> bool:
-        """True where the structure's file lacks the vectors, which are read from the kept ones' file: a plain graph."""
+        """Return whether the structure's file lacks the vectors, which are read from the kept ones: a plain graph."""
         return self.links > 0 and self.codes == "float32" and not self.directions
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes in which the structure holds one vector of `dim` dimensions, without what it adds to it."""
+        """Return the bytes of the code of one vector of `dim` dimensions, without the structure's additional data."""
         return self.pq if self.codes == "pq" else SCALAR_BYTES[self.codes] * (self.directions or dim)
 
     def training_vectors(self, passages: int) -> int:
-        """Return how many vectors the structure is trained on."""
+        """Return the number of vectors on which the structure is trained."""
         wanted = TRAIN_PER_LIST * self.lists
         return min(passages, max(wanted, TRAIN_CODES) if self.estimates else wanted)
 
     def estimate(self, passages: int, dim: int) -> Estimate:
-        """Return what an index of N vectors of d dimensions needs, with T training vectors, C lists, S = 64 MiB (a
-        slice), P = 200 MB (interpreter, NumPy, FAISS), and b bytes a vector in the structure: its code; in lists 8
-        more, its row; in a graph of M links 4 (2M + ceil(M / (M - 1))) for them and 12 for offset and level.
+        """Return the requirements of an index of N vectors of d dimensions.
+
+        T: training vectors. C: lists. S = 64 MiB (a slice). P = 200 MB (interpreter, NumPy, FAISS). b: bytes per vector
+        in the structure, which are its code; in lists 8 more for its row; in a graph of M links also
+        4 (2M + ceil(M / (M - 1))) for these and 12 for offset and level.
 
             RAM          N b + P, and 4 d C for the centroids
-            disk         4 d N, the vectors kept for exact scores, plus the structure; of an exact kind N b alone
+            disk         4 d N, the vectors kept for exact scores, plus the structure; for an exact kind only N b
             build RAM    max(4 d T, structure) + 2 S + P; PQ trains on three times as much (its rotation and residuals
                          are copies), filling lists takes 4 N more (every row's list), and an exact kind 2 S + P
-            GPUs         of lists the structure for codes, else float16, and the centroids; of an exact kind float16;
-                         and 1.5 GiB of FAISS's own, which every further GPU needs too
+            GPUs         for lists the structure if it has codes, else float16, and the centroids; for an exact kind
+                         float16; and 1.5 GiB of FAISS's own, which every further GPU needs too
 
-        A search of an exact kind maps its file and wants it in memory; loading it costs nothing.
+        A search of an exact kind maps its file, which should fit in memory; loading it takes no time.
         """
         slices = 2 * SLICE_BYTES + PROCESS_BYTES
         each, vectors = self.code_bytes(dim), 4 * dim * passages
@@ -190,14 +192,14 @@ class Kind:
         )
 
     def note(self, parameters: dict[str, int]) -> str | None:
-        """Return a warning about the search parameters that the wanted recall took, if any."""
+        """Return a warning about the search parameters that were needed for the wanted recall, or None."""
         if not self.lists or parameters.get("nprobe") != self.lists or self.lists == 1:
             return None
         return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
 
 
 def parse_kind(text: str, passages: int, dim: int) -> Kind:
-    """Read a kind for N x `dim` vectors. UserError for an unknown spelling, or one that does not fit the vectors."""
+    """Parse a kind for N x `dim` vectors. UserError for an unknown string, or one that does not fit the vectors."""
     if found := _PCA.fullmatch(text):
         kind, directions = parse_kind(found[2], passages, dim), int(found[1])
         if kind.exact or kind.codes == "pq" or kind.directions:
@@ -246,28 +248,28 @@ def _lists(
 
 
 def default_lists(passages: int) -> int:
-    """Return the power of two nearest to 4 * sqrt(N), with at least 39 passages a list: 4,096 for 10^6."""
+    """Return the power of two nearest to 4 * sqrt(N), with at least 39 passages per list: 4,096 for 10^6."""
     usual = round(math.log2(4 * math.sqrt(passages)))
     most = math.floor(math.log2(max(1, passages / LEAST_PER_LIST)))
     return 1 << max(0, min(usual, most))
 
 
 def pq_sizes(dim: int) -> list[int]:
-    """Return the code sizes in bytes for `dim`, largest first: divisors that put 4 to 32 dimensions into a byte."""
+    """Return the code sizes in bytes for `dim`, largest first: divisors with 4 to 32 dimensions per byte."""
     return [dim // width for width in (4, 6, 8, 12, 16, 24, 32) if dim % width == 0]
 
 
 def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
-    """Return what an index of `kind` over N x `dim` vectors needs."""
+    """Return the requirements of an index of `kind` over N x `dim` vectors."""
     return (parse_kind(kind, passages, dim) if isinstance(kind, str) else kind).estimate(passages, dim)
 
 
 def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
-    """Return the kind to build for so much RAM, and why, as a sentence.
+    """Return the kind to build with `memory_bytes` of RAM, and the reason as a sentence.
 
-    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32_SQ8, IVF with 8 bits, OPQ with
-    codes of falling size. HNSW32 takes three times the memory and is slower; PCA is not chosen because whether fewer
-    directions do depends on the vectors. UserError when not even the smallest fits.
+    It is the first that fits, for building and searching, of: flat (up to 200,000 passages), HNSW32_SQ8, IVF with 8
+    bits, OPQ with codes of decreasing size. HNSW32 takes three times the memory and is slower. PCA is not chosen
+    because it depends on the vectors whether fewer directions suffice. UserError if not even the smallest fits.
     """
     lists = f"IVF{default_lists(passages)}"
     sizes = pq_sizes(dim) if passages >= PQ_CENTROIDS else []
@@ -291,8 +293,8 @@ def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
 
 
 def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
-    """Return the kinds that a plan shows where none is named: flat, graphs, lists, one with product codes, and the one
-    that `choose_kind` takes for `memory` bytes."""
+    """Return the kinds that a plan shows by default: flat, graphs, lists, one with product codes, and the one that
+    `choose_kind` chooses for `memory` bytes."""
     lists = f"IVF{default_lists(passages)}"
     pca = [f"PCA{dim // 4},HNSW{LINKS}_SQ8"] if dim >= LEAST_FOR_PCA else []
     kinds = ["flat", "flat16", f"HNSW{LINKS}", f"HNSW{LINKS}_SQ8", *pca, f"{lists},Flat", f"{lists},SQfp16"]

@@ -1,6 +1,6 @@
 """Indexes of vectors, and the loading of any index folder by its manifest.
 
-An exact index maps its vectors from the folder's file. One with a structure searches that for candidates and scores
+An exact index maps its vectors from the folder's file. An index with a structure searches it for candidates and scores
 them from the kept vectors (`approximate`). Folders without vectors are in the table `WITHOUT_VECTORS`.
 """
 
@@ -46,7 +46,7 @@ FORMAT_1_VECTORS = "vectors.faiss"
 
 
 def _load_learned(folder: Path) -> Encoder:
-    # Lazily, for it imports torch.
+    # Imported here, because it imports torch.
     from thresher.retrieval.encoders.learned import LearnedEncoder
 
     return LearnedEncoder.load(folder)
@@ -56,8 +56,8 @@ LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEnc
 
 
 class Index(LocalRetriever):
-    """A corpus, and a `search` for the nearest rows of its vectors by `encoder`. An exact one is made by `build_index`
-    or `load_index`. Not thread-safe."""
+    """A corpus, and a `search` for the nearest rows of its vectors by `encoder`. An exact index is created by
+    `build_index` or `load_index`. Not thread-safe."""
 
     def __init__(self, corpus: Corpus, encoder: Encoder, search: ExactRows | ApproximateSearch) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Index(LocalRetriever):
         self._search = search
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return hits as Retriever has it; a query with a zero vector (no known word) has none."""
+        """Return hits; see Retriever. A query with a zero vector (no known word) has none."""
         query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.encoder.dim)
         found = self._search.top(query_QD, k)
         return [
@@ -76,13 +76,13 @@ class Index(LocalRetriever):
 
 
 class ApproximateIndex(Index):
-    """An index with a structure over the vectors. Made by `load_retriever`."""
+    """An index with a structure over the vectors, created by `load_retriever`."""
 
     _search: ApproximateSearch
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The search parameter by FAISS's name, and the candidates fetched per hit."""
+        """Return the search parameter by FAISS's name, and the candidates fetched per hit."""
         return {self._search.candidates.parameter: self._search.value, "candidates": self._search.factor}
 
 
@@ -97,7 +97,7 @@ def checked_vectors(encoder: Encoder, vectors_ND: Vectors, count: int, dim: int)
 
 
 def find_encoder(manifest: Manifest, folder: Path, encoder: Encoder | None) -> Encoder:
-    """Return the encoder of the index in `folder`: `encoder`, or else loaded from the folder. UserError for another."""
+    """Return the encoder of the index in `folder`: `encoder`, or loaded from the folder. UserError for another one."""
     check_embed(manifest.embed)
     if encoder is None:
         if manifest.encoder not in LOADERS:
@@ -120,8 +120,8 @@ def load_index(
 ) -> Index:
     """Read an exact index, of this format or of the first.
 
-    Corpus and encoder are read from where the manifest has them unless given. `verify`: compare what is read with the
-    folder's hashes, if any. UserError for no finished exact index, damaged vectors, and another corpus or encoder.
+    Corpus and encoder, unless given, are read from their paths in the manifest. `verify`: compare the data read with
+    the folder's hashes, if any. UserError for no finished exact index, damaged vectors, and another corpus or encoder.
     """
     folder = Path(folder)
     manifest, hashes = open_folder(folder, verify, tuple(MATRIX_DTYPES))
@@ -136,7 +136,7 @@ def load_index(
 
 
 def _read_format_1(path: Path, manifest: Manifest) -> Vectors:
-    """Return the vectors of a folder of format 1, copied out of FAISS's file."""
+    """Return the vectors of a folder of format 1, copied from FAISS's file."""
     check_file(path, manifest.vectors_bytes)
     try:
         flat = faiss.read_index(str(path))
@@ -152,13 +152,13 @@ def _read_format_1(path: Path, manifest: Manifest) -> Vectors:
 def _read_search(
     manifest: Manifest, folder: Path, parameters: dict[str, int], gpu: bool, hashes: Hashes | None
 ) -> ApproximateSearch:
-    """Return the search of the structure in `folder`, or, on GPUs, of the matrix of an exact kind. Without `hashes` of
-    the folder the structure's numbers are checked."""
+    """Return the search of the structure in `folder`, or, on GPUs, of the matrix of an exact kind. If the folder has no
+    `hashes`, the structure's numbers are checked."""
     kind = parse_kind(manifest.factory, manifest.passages, manifest.dim)
     kept = None
     if manifest.dtype != NOT_KEPT:
         kept = kept_vectors(folder, manifest, hashes)
-        kept.open()  # checks its header, and maps nothing yet
+        kept.open()  # to check its header
     chosen = {**manifest.parameters, **parameters}
     for name, value in chosen.items():
         if name not in manifest.parameters:
@@ -191,7 +191,7 @@ def _read_search(
     )
 
 
-# Kinds without vectors: what reads such a folder, from folder, corpus and whether to verify it.
+# Kinds without vectors: the function that reads such a folder, of folder, corpus and whether to verify it.
 WITHOUT_VECTORS: dict[str, Callable[[Path, Corpus | None, bool], Loaded]] = {
     "bm25": load_bm25,
     "hybrid": lambda folder, corpus, verify: load_hybrid(
@@ -209,9 +209,9 @@ def load_retriever(
 ) -> Loaded:
     """Read an index folder of any kind.
 
-    `parameters` replaces search parameters of an approximate index one by one ({"nprobe": 64}). `gpu` lays lists, or
-    the matrix of an exact index, on all GPUs, sharded, in float16 (see `approximate`). `verify` as `load_index`.
-    UserError as `load_index`, for an unknown kind, and for parameters or GPUs asked of a kind that has none.
+    `parameters` replaces search parameters of an approximate index one by one ({"nprobe": 64}). `gpu` shards lists, or
+    the matrix of an exact index, over all GPUs in float16 (see `approximate`). `verify`: see `load_index`. UserError as
+    in `load_index`, for an unknown kind, and for parameters or GPUs with a kind that does not have them.
     """
     folder = Path(folder)
     if verify and (folder / MANIFEST).is_file():

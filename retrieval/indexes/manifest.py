@@ -1,8 +1,8 @@
-"""The manifest of an index folder, by which it refuses another corpus or encoder.
+"""The manifest of an index folder, by which another corpus or encoder is refused.
 
-It is written last but for the hashes: a folder without one is no index. The corpus is not copied; its path is kept,
-relative (a run folder may be moved) and absolute (the index alone may be), and its hash decides. Format 1 had the exact
-flat index only, its vectors in FAISS's file; it is still read.
+Only the hashes are written after it, so a folder without a manifest is not an index. The corpus is not copied; its path
+is stored, relative (a run folder may be moved) and absolute (the index alone may be moved), and its hash must match.
+Format 1 had only the exact flat index, with its vectors in FAISS's file; it is still read.
 """
 
 import json
@@ -20,7 +20,7 @@ from thresher.retrieval.indexes.vector_file import VectorFile
 FILE = "manifest.json"
 FORMAT = 2
 FORMATS = (1, 2)
-# How vectors are kept: their dtype and their file.
+# The file of the kept vectors, by dtype.
 KEPT_FILES = {"float32": "vectors.npy", "float16": "vectors16.npy"}
 NOT_KEPT = "none"
 
@@ -29,10 +29,11 @@ NOT_KEPT = "none"
 class Manifest:
     """The record in `manifest.json`.
 
-    `kind` is flat, flat16, ivf, hnsw or a kind without vectors; `factory` spells it with its numbers. `dtype` is that
-    of the kept vectors ("none" where they were discarded), `vectors_bytes` their file's size, `index_bytes` that of
-    FAISS's structure. `corpus_paths`: seen from the folder and from the root, empty for a corpus without a file.
-    `parameters` are a search's defaults, `recall` is what they find, `reason` why a memory led to this kind.
+    `kind` is flat, flat16, ivf, hnsw or a kind without vectors; `factory` is its string with all numbers. `dtype` is
+    that of the kept vectors ("none" if they were discarded), `vectors_bytes` their file's size, `index_bytes` that of
+    FAISS's structure. `corpus_paths`: relative to the folder and absolute, empty for a corpus without a file.
+    `parameters` are a search's defaults, `recall` is measured with them, `reason` says why this kind was chosen for a
+    memory.
     """
 
     format: int
@@ -79,18 +80,18 @@ class Manifest:
         )
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`."""
+        """Write `manifest.json` to `folder`."""
         atomic_write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def write_index_hashes(folder: Path) -> None:
-    """Write `hashes.json` over the files of a finished index folder, but for the corpus's cache."""
+    """Write `hashes.json` of the files of a finished index folder, except the corpus's cache."""
     write_hashes(folder, leave_out=CACHE_FILES)
 
 
 def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tuple[Manifest, Hashes | None]:
-    """Return the manifest of an index folder, of one of `kinds` if given, and its hashes, if any and `verify`. All
-    files but the kept vectors are verified here."""
+    """Return the manifest of an index folder, of one of `kinds` if given, and with `verify` its hashes, if any. All
+    files except the kept vectors are verified here."""
     hashes = None
     if verify and (folder / FILE).is_file() and (hashes := read_hashes(folder)) is not None:
         hashes.check_all(but=KEPT_FILES.values())
@@ -136,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
     known: dict[str, Any] = {}
     for entry in fields(Manifest):
         if entry.name not in record and (entry.default, entry.default_factory) != (MISSING, MISSING):
-            continue  # a key younger than the folder
+            continue  # a key that is newer than the folder
         value = known[entry.name] = record.get(entry.name)
         if not _fits(entry.name, value, entry.type):
             raise UserError(f'{path}: "{entry.name}" is missing or of the wrong kind; build the index again')
@@ -167,14 +168,14 @@ def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
 
 
 def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None, verify: bool = True) -> Corpus:
-    """Return the corpus of the index in `folder`: `corpus`, or read from where it was. UserError for another."""
+    """Return the corpus of the index in `folder`: `corpus`, else read from its path. UserError for another one."""
     if corpus is None:
         places = [folder / path for path in manifest.corpus_paths]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
             state = f"no longer at {places[-1]}" if places else "was never a file"
             raise UserError(f"{folder}: the corpus of this index is {state}; put it there, or build the index again")
-        # Where the corpus was opened on the disk, how to find its passages lies in the index folder.
+        # If the corpus was left on disk, the offsets of its passages are in the index folder.
         stored = (folder / LEDGER_FILE).is_file()
         corpus = open_corpus(place, folder, verify=verify) if stored else read_corpus(place)
     if corpus.sha256 != manifest.corpus_sha256:

@@ -1,11 +1,12 @@
-"""The rows of largest inner product as float32 sums it: every row by one matmul after the other, with a running top.
+"""The rows of largest float32 inner product: a matmul for each block of rows, with a running top.
 
 A block's best are found while its scores are in the caches: rows form groups of GROUP, and the `fetch` groups with the
-highest maximum hold `fetch` rows that no others exceed. A query is looked at only where a block's maximum exceeds its
-current best. The scores' last bits depend on the batch; `exact` makes an answer of them that does not. NaN is skipped.
+highest maximum contain `fetch` rows that no others exceed. A query is updated only if a block's maximum exceeds the
+lowest of its current top. The scores' last bits depend on the batch; the answer that `exact` derives from them does
+not. NaN is skipped.
 
 Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block, M groups, G rows of a group, H
-queries that a block has something for, C candidates: those had, and the best groups' rows.
+queries that a block updates, C candidates: the current top and the best groups' rows.
 """
 
 import warnings
@@ -21,12 +22,13 @@ from thresher.retrieval.indexes.vector_file import Array
 SCORES = 1 << 23
 # Rows of a group: the maxima and the rows of the best groups are about equally many in a block of 8,192.
 GROUP = 16
-# Below, a product is bound by memory, the BLAS is faster with the queries as its rows, and the best are found at once.
+# With fewer queries, a product is bound by memory, the BLAS is faster with the queries as its rows, and the best are
+# found without groups.
 FEW = 8
 
 
 class RunningTop:
-    """The best `fetch` rows for each of `query_QD`, float32, of those that `add` was given."""
+    """The best `fetch` of the rows passed to `add`, for each query of `query_QD`, float32."""
 
     def __init__(self, query_QD: Vectors, fetch: int) -> None:
         self._query_QD = torch.from_numpy(np.ascontiguousarray(query_QD))
@@ -36,9 +38,9 @@ class RunningTop:
         self._step = max(GROUP, SCORES // len(query_QD) // GROUP * GROUP)
 
     def add(self, start: int, block_BD: Array) -> None:
-        """Look through the rows `block_BD`, float32 or float16, of which the first is row `start`."""
+        """Scan the rows `block_BD`, float32 or float16, of which the first is row `start`."""
         with warnings.catch_warnings():
-            # The file's map is read-only, and so is all that is done with it.
+            # The file is mapped read-only, and the rows are only read.
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             rows_BD = torch.from_numpy(block_BD)
         step = -(-len(rows_BD) // -(-len(rows_BD) // self._step))  # even parts
@@ -50,12 +52,12 @@ class RunningTop:
                 self._keep(start + first, start + first + len(part_BD), self._scores(part_BD))
 
     def found(self) -> tuple[Vectors, npt.NDArray[np.int64]]:
-        """Return scores and rows, [Q, F], best first; -inf and row -1 where fewer were added."""
+        """Return scores and rows, [Q, F], best first, padded with -inf and row -1 if fewer were added."""
         self._row_QF[self._score_QF == -torch.inf] = -1
         return self._score_QF.numpy(), self._row_QF.numpy()
 
     def _scores(self, rows_BD: torch.Tensor) -> torch.Tensor:
-        """Return scores, [G, M, Q], row g * M + m of the block at (g, m); -inf fills up."""
+        """Return scores, [G, M, Q], with row g * M + m of the block at (g, m), padded with -inf."""
         rows, queries = len(rows_BD), len(self._query_QD)
         groups = -(-rows // GROUP)
         score_BQ = torch.empty(groups * GROUP, queries)

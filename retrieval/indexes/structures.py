@@ -1,15 +1,15 @@
 """FAISS's structures: built over the file of vectors so that a kill loses little, written, read and recognised.
 
-A structure may come behind a rotation (OPQ's) or a projection on the vectors' principal directions, found on a sample
+A structure may follow a rotation (OPQ's) or a projection on the vectors' principal directions, found on a sample
 without removing the mean, which would change the order of inner products. Lists are built in four steps:
   train   centroids, and for PQ its rotation and codes, on a sample; kept in `trained.faiss`
-  assign  every vector's list, a slice at a time; kept in `lists.npy`, resumed where it was
-  fill    every list made exactly as long as it will be, then the vectors laid into it; starts again after a kill, being
-          no more than a copy (or, for PQ, an encoding)
+  assign  every vector's list, a slice at a time; kept in `lists.npy`, resumed after a kill
+  fill    every list is allocated at its exact length, then the vectors are put into it; this is repeated after a kill,
+          because it is only a copy (or, for PQ, an encoding)
   write   `index.faiss`
 
 A graph is written every 2^18 vectors. FAISS's random numbers for the levels are seeded again at each of these points,
-so that a resumed graph is the graph of one go; with FAISS before 1.15.1 that holds for one thread.
+so that a resumed graph equals one built without a break; with FAISS before 1.15.1 this holds for one thread.
 
 Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
 """
@@ -29,18 +29,18 @@ from thresher.retrieval.indexes.kinds import INDEX_FILE, PQ_CENTROIDS, SEED, TRA
 from thresher.retrieval.indexes.vector_file import Array, VectorFile, sample_rows
 
 TRAINED_FILE, LISTS_FILE, GRAPH_FILE = "trained.faiss", "lists.npy", "graph.faiss"
-# Files that a build may leave for another go and a finished index does not have.
+# Files that a build may leave for its resumption, and that a finished index does not have.
 SCRATCH = (GRAPH_FILE, TRAINED_FILE, LISTS_FILE)
-# FAISS computes products of centroids and codes as it reads a PQ, where they take no more than this.
+# FAISS computes products of centroids and codes when it reads a PQ, if they take no more than this.
 PQ_TABLES = 2**31
-# k-means converges early and the lists' borders need no last digit: FAISS's 25 rounds find no better neighbours.
+# k-means converges early and the lists' borders need not be precise: FAISS's 25 rounds find no better neighbours.
 KMEANS_ROUNDS, PQ_ROUNDS, OPQ_ROUNDS = 10, 15, 10
 # Vectors after which an unfinished graph is written.
 CHECKPOINT = 1 << 18
 # At 100 a graph over 192 directions of 10^6 vectors takes half as long to build, and efSearch 256 instead of 96 to find
 # .95 of the best five.
 EF_CONSTRUCTION = 200
-# Sampled rows that are widened to float64 at a time.
+# Sampled rows that are converted to float64 at a time.
 DIRECTIONS_CHUNK = 8192
 
 
@@ -54,7 +54,7 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
 
 def read_structure(path: Path, kind: Kind, vectors: VectorFile, trusted: bool = True) -> Any:
     """Read `index.faiss`; a structure that borrows its vectors gets a copy of `vectors`. UserError for another
-    structure and, unless `trusted`, for one whose numbers point beside the vectors."""
+    structure and, unless `trusted`, for one whose numbers are out of the vectors' range."""
     try:
         with _bounded_reading(path, PQ_TABLES if kind.codes == "pq" else 0):
             index = faiss.read_index(os.fspath(path), _read_flags(kind))
@@ -105,7 +105,7 @@ def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) 
     graph.hnsw.efConstruction = EF_CONSTRUCTION
     storage = faiss.downcast_index(graph.storage)
     _reserve(storage.codes, storage.sa_code_size() * vectors.rows)
-    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
+    # Links of 2M on the ground and about M / (M - 1) above it; a little more, because levels are random.
     _reserve(graph.hnsw.neighbors, int(vectors.rows * (2 * kind.links + 2) * 1.01))
     for start in range(graph.ntotal, vectors.rows, CHECKPOINT):
         graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
@@ -121,7 +121,7 @@ def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) 
 def _grow_lists(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     index = _trained(kind, vectors, work, on_stage)
     lists, matrix_DD = inner(index), rotation(index)
-    # Every vector's list: the nearest centroid, of those that have none yet.
+    # The list of every vector that has none yet: its nearest centroid.
     assigned = VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32")
     for start, part_BD in vectors.slices(assigned.done()):
         _, list_B1 = lists.quantizer.search(_rotated(part_BD, matrix_DD), 1)
@@ -133,12 +133,12 @@ def _grow_lists(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) 
 
 
 def _fill(index: Any, vectors: VectorFile, list_N: Array, on_stage: OnStage) -> None:
-    """Lay every vector, with its row as its id, into the list it was assigned to."""
+    """Put every vector, with its row as its id, into the list to which it was assigned."""
     lists, matrix_DD = inner(index), rotation(index)
     inverted = faiss.downcast_InvertedLists(lists.invlists)
     for number, length in enumerate(np.bincount(list_N, minlength=lists.nlist).tolist()):
         inverted.resize(number, length)
-        inverted.resize(number, 0)  # the memory stays, at its final size
+        inverted.resize(number, 0)  # the memory remains allocated, at its final size
     for start, part_BD in vectors.slices():
         ready_BD = _rotated(part_BD, matrix_DD)
         row_B = np.arange(start, start + len(ready_BD), dtype=np.int64)
@@ -155,7 +155,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
     count = kind.training_vectors(vectors.rows)
     on_stage("training", 0, count)
     sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
-    # "np": without the reordering of codes for polysemous search, which takes longer than all else and is not used.
+    # "np": without the reordering of codes for polysemous search, which takes longer than all the rest and is not used.
     name = f"{kind.name}np" if kind.codes == "pq" else kind.structure
     index = faiss.index_factory(kind.directions or vectors.dim, name, faiss.METRIC_INNER_PRODUCT)
     if kind.directions:
@@ -174,7 +174,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
         transform.pq = held[0]
         quiet.append(held[0].cp)
     for clustering in quiet:
-        # FAISS writes a warning to the terminal for every clustering of a small corpus.
+        # Without this, FAISS writes a warning to the terminal for every clustering of a small corpus.
         clustering.min_points_per_centroid = 1
     index.train(sample_SD)
     if kind.opq:
@@ -185,18 +185,17 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
 
 
 def inner(index: Any) -> Any:
-    """Return the lists of `index`, behind its rotation if it has one."""
+    """Return the lists of `index`, without its rotation, if any."""
     return faiss.downcast_index(faiss.extract_index_ivf(index))
 
 
 def behind(index: Any) -> Any:
-    """Return the structure of `index` behind its rotation or projection, if any."""
+    """Return the structure of `index` that follows its rotation or projection, if any."""
     return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
 
 
 def rotation(index: Any) -> Array | None:
-    """Return the rotation, float32 [D, D], or projection, [P, D], in front of the structure, to be applied as A x; or
-    None."""
+    """Return the rotation, float32 [D, D], or projection, [P, D], before the structure, if any, to apply as A x."""
     if not isinstance(index, faiss.IndexPreTransform):
         return None
     transform = faiss.downcast_VectorTransform(index.chain.at(0))
@@ -205,12 +204,12 @@ def rotation(index: Any) -> Array | None:
 
 
 def _rotated(part_BD: Array, matrix_DD: Array | None) -> Array:
-    """Return `part_BD` behind the rotation or projection `matrix_DD`, in C order."""
+    """Return `part_BD` after the rotation or projection `matrix_DD`, if any, in C order."""
     return np.ascontiguousarray(part_BD if matrix_DD is None else part_BD @ matrix_DD.T)
 
 
 def _projected(sample_SD: Array, index: Any) -> Any:
-    """Return `index`, of P dimensions, behind the projection on the P strongest directions of `sample_SD`."""
+    """Return `index`, of P dimensions, after the projection on the P strongest directions of `sample_SD`."""
     dim = sample_SD.shape[1]
     moment_DD = np.zeros((dim, dim))
     for start in range(0, len(sample_SD), DIRECTIONS_CHUNK):
@@ -225,19 +224,19 @@ def _projected(sample_SD: Array, index: Any) -> Any:
 
 
 def _attach(index: Any, vectors: VectorFile, rows: int) -> None:
-    """Give a graph read without its vectors the first `rows` of the file."""
+    """Attach the first `rows` of the file to a graph that was read without its vectors."""
     storage = faiss.IndexFlatIP(vectors.dim)
     _reserve(storage.codes, 4 * vectors.dim * vectors.rows)
     for _, part_BD in vectors.slices(0, rows):
         storage.add(np.ascontiguousarray(part_BD, np.float32))
     index.storage = storage
-    # The graph frees it from here on.
+    # From now on the graph owns the storage and frees it.
     index.own_fields = True
     storage.this.disown()
 
 
 def _reserve(vector: Any, elements: int) -> None:
-    """Make room for so many elements in one of FAISS's vectors, whose content stays."""
+    """Reserve memory for `elements` elements in one of FAISS's vectors, whose content is unchanged."""
     size = vector.size()
     vector.resize(max(size, elements))
     vector.resize(size)
@@ -245,8 +244,8 @@ def _reserve(vector: Any, elements: int) -> None:
 
 @contextmanager
 def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
-    """Let FAISS read no array larger than the file and `beyond` computed bytes, so that a damaged length is an error
-    and does not fill the memory. Older versions of FAISS have no such bound."""
+    """Limit the arrays that FAISS reads to the size of the file and `beyond` computed bytes. A damaged length is then
+    an error and does not fill the memory. Older versions of FAISS have no such limit."""
     if not hasattr(faiss, "set_deserialization_vector_byte_limit"):
         yield
         return
@@ -259,7 +258,7 @@ def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
 
 
 def _in_range(index: Any) -> bool:
-    """Return whether links, levels and rows of `index` point at vectors that it has."""
+    """Return whether links, levels and rows of `index` refer to vectors that it has."""
     structure = behind(index)
     if hasattr(structure, "hnsw"):
         return _graph_in_range(structure.hnsw, index.ntotal)
@@ -292,11 +291,11 @@ def _graph_in_range(hnsw: Any, count: int) -> bool:
 
 
 def write(index: Any, path: Path, flags: int = 0) -> None:
-    """Write `index` into the file `path`, which appears whole or not at all."""
+    """Write `index` to the file `path`, completely or not at all."""
     with atomic_path(path) as temporary:
         try:
-            # Through a file of ours: FAISS does not look whether its own could be flushed when it was closed.
+            # To a file opened here, because FAISS does not check whether its own was flushed when it was closed.
             with temporary.open("wb") as file:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(file.write), flags)
-        except (RuntimeError, OSError) as error:  # FAISS's word for whatever the system said, and the system's own
+        except (RuntimeError, OSError) as error:  # FAISS's wrapper of any error of the system, and the system's own
             raise UserError(f"{path}: cannot be written ({str(error).strip()[-120:]}); make room for it") from None

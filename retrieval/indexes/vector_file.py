@@ -1,8 +1,8 @@
-"""Vectors in a NumPy file: written batch by batch, resumed after a kill, read through the memory map.
+"""Vectors in a NumPy file: written batch by batch, resumed after a kill, memory-mapped for reading.
 
-The header is written first, with the final shape. While the file grows, `<name>.rows` says how many rows are on the
-disk; it is renamed into place after the rows were flushed. Building maps a slice at a time, so that a process holds a
-slice and not the file; an exact search maps all of it.
+The header is written first, with the final shape. While the file grows, `<name>.rows` has the number of rows on disk;
+it is renamed into place after the rows were flushed. Building maps a slice at a time, so that a process has only a
+slice and not the file in memory; an exact search maps all of it.
 """
 
 import os
@@ -24,13 +24,13 @@ Array = npt.NDArray[Any]
 # Bytes mapped or copied at a time while an index is built.
 SLICE_BYTES = 64 * 2**20
 HEADER_BYTES = 128
-# Threads that read single rows, each at least so many of them.
+# Threads that read single rows, and the minimum number of rows for each thread.
 READERS, READ_FEWEST = 4, 128
 
 
 class VectorFile:
     """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet. `blocks`: the file's hashes, by
-    which rows are verified when first read; a reader of `open` calls `verify` itself."""
+    which rows are verified when first read; a caller of `open` calls `verify` itself."""
 
     def __init__(self, path: Path, rows: int, dim: int, dtype: str = "float32", blocks: Blocks | None = None) -> None:
         self._blocks = blocks
@@ -40,11 +40,11 @@ class VectorFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Return the bytes of the whole file."""
         return HEADER_BYTES + self.rows * self._row_bytes
 
     def done(self) -> int:
-        """Return how many rows are safely on the disk."""
+        """Return the number of rows that were flushed to disk."""
         if not self.path.is_file():
             return 0
         if not self._counted.is_file():
@@ -54,7 +54,7 @@ class VectorFile:
         return rows if self.path.stat().st_size >= HEADER_BYTES + rows * self._row_bytes else 0
 
     def append(self, values_ND: Array) -> None:
-        """Write the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
+        """Write the next rows, [n, dim], after those that are `done`. The last ones finish the file."""
         start = self.done()
         with writing(self.path):
             if start == 0:
@@ -69,18 +69,18 @@ class VectorFile:
         if start + len(values_ND) < self.rows:
             atomic_write_text(self._counted, str(start + len(values_ND)))
         else:
-            # The size says it now, and nothing but the rows themselves stays behind.
+            # The file is complete, which its size shows.
             self._counted.unlink(missing_ok=True)
 
     def slices(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Array]]:
-        """Yield (first row, [n, dim] mapped) from `start` on; a slice is gone when the next one is asked for."""
+        """Yield (first row, [n, dim] mapped) from `start` on, one slice at a time."""
         stop = self.rows if stop is None else stop
         step = max(1, SLICE_BYTES // self._row_bytes)
         for first in range(start, stop, step):
             yield first, self.read(first, min(step, stop - first))
 
     def read(self, first: int, count: int) -> Array:
-        """Return rows first .. first + count - 1, mapped on their own."""
+        """Return rows first .. first + count - 1, in a separate map."""
         self.verify(first, first + count)
         offset = HEADER_BYTES + first * self._row_bytes
         return np.asarray(np.memmap(self.path, self.dtype, "r", offset, (count, self.dim)))
@@ -94,8 +94,8 @@ class VectorFile:
         return taken_SD
 
     def take(self, row_S: npt.NDArray[np.int64]) -> Array:
-        """Return the rows `row_S`, in any order, [len(row_S), dim]: each by a read, for a map would take 64 kB of
-        memory with every touch; many by several threads, for a read waits."""
+        """Return the rows `row_S`, in any order, [len(row_S), dim]. Each is read from the file, because a map would
+        take 64 kB of memory per access. Many rows are read by several threads, because a read waits."""
         self._verify_rows(row_S)
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
         read = partial(self._read_into, self._descriptor)
@@ -103,18 +103,18 @@ class VectorFile:
             read(taken_SD, row_S)
         else:
             parts = min(READERS, len(row_S) // READ_FEWEST)
-            # Consumed, so that a reader's error is raised here.
+            # Consumed, so that an error of a thread is raised here.
             list(_readers().map(read, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
         return taken_SD
 
     def verify(self, first: int, stop: int) -> None:
-        """Compare the rows first .. stop - 1 with the file's hashes, if any. Damaged where they differ."""
+        """Compare the rows first .. stop - 1 with the file's hashes, if any. Raises Damaged if they differ."""
         if self._blocks is not None and first < stop:
             offset = HEADER_BYTES
             self._blocks.touch(offset + first * self._row_bytes, offset + stop * self._row_bytes)
 
     def _verify_rows(self, row_S: npt.NDArray[np.int64]) -> None:
-        """Verify rows here and there, by their blocks, as `verify`."""
+        """Verify scattered rows by their blocks; see `verify`."""
         if self._blocks is None or self._blocks.whole or not len(row_S):
             return
         first_S = HEADER_BYTES + row_S * self._row_bytes
@@ -134,7 +134,7 @@ class VectorFile:
         return descriptor
 
     def open(self) -> Array:
-        """Map all of it, not verified yet: [rows, dim]. UserError for another size, shape or dtype."""
+        """Map the whole file, [rows, dim], without verifying it. UserError for another size, shape or dtype."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self.size:
             raise UserError(f"{self.path}: expected {self.size} bytes, found {size}; build the index again")
@@ -162,7 +162,7 @@ class VectorFile:
 
 
 def sample_rows(rows: int, count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return `count` distinct rows out of `rows`, ascending; the same for the same arguments."""
+    """Return `count` distinct rows of `rows`, ascending; the same for the same arguments."""
     chosen: npt.NDArray[np.int64] = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
     return chosen
 

@@ -1,4 +1,4 @@
-"""A retriever behind a URL: the server with its wire format, and the client that is a `Retriever` itself.
+"""Search over HTTP: the server with its wire format, and the client, which is a `Retriever` itself.
 
-May come in: policy, rewards; of retrieval, indexes and all below them.
+May import policy, rewards and, of retrieval, indexes and all below them.
 """

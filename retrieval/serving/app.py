@@ -1,17 +1,17 @@
-"""The retrieval server without its sockets: its wire format, its figures, searches shared by requests.
+"""The retrieval server without its sockets: its wire format, its metrics, and searches shared by requests.
 
-    POST /retrieve      {"queries": [..], "topk": 3, "return_scores": true}    as Search-R1 and verl ask
+    POST /retrieve      {"queries": [..], "topk": 3, "return_scores": true}    as sent by Search-R1 and verl
                         {"result": [[{"document": {"id", "contents"}, "score": .83}]]}, or [[{"id", "contents"}]] in it
-    POST /search        {"query": "..", "top_n": 5, "return_score": true}      as ReCall asks
+    POST /search        {"query": "..", "top_n": 5, "return_score": true}      as sent by ReCall
                         [{"id", "contents"}], or [those, their scores]
     POST /batch_search  {"query": [..], ..}
                         the same with a list for each query
     GET /health         {"status", "passages", "kind", "corpus_sha256", ..}; 503 while a search hangs
     GET /metrics        counters and latencies for Prometheus
 
-`contents` is wiki-18's: the title in double quotes, a line feed, the text. 400 and 413 name the wrong key, also one
-that is not known; 503 with Retry-After may be repeated; 500 is a failed search, whose trace goes to the log; 403 is for
-a Host header that names another server (common/hosts.py). Every answer names the index in a header.
+`contents` is wiki-18's: the title in double quotes, a line feed, the text. 400 and 413 name the wrong or unknown key;
+a request with 503 and Retry-After may be repeated; 500 is a failed search, whose trace is written to the log; 403 is
+for a Host header that names another server (common/hosts.py). Every answer identifies the index in a header.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.passages import Passage, split_contents
 from thresher.retrieval.retriever import Hit, Retriever
 
-# In every answer of ours: which index this is, in a form that only means something when compared.
+# Header of every answer of our server that identifies the index; its value is only for comparison.
 IDENTITY_HEADER = "thresher-index"
 
 
 class Refused(Exception):
-    """A request that is not served: HTTP status, the reason that is sent back, and headers."""
+    """Raised for a request that is not served: HTTP status, the reason that is sent back, and headers."""
 
     def __init__(self, status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(reason)
@@ -68,15 +68,15 @@ DIALECTS = {
 class Bounds:
     """Limits of one request."""
 
-    max_queries: int = 8192  # a whole batch of a training run, with room
+    max_queries: int = 8192  # more than a whole batch of a training run
     max_characters: int = 65_536  # of one query; an encoder reads a few hundred words of it
     max_k: int = 100
-    max_passages: int = 65_536  # queries x k: what an answer holds has to fit in memory
+    max_passages: int = 65_536  # queries x k: an answer has to fit in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request, read and found to be in bounds."""
+    """A request that was parsed and is within the bounds."""
 
     queries: list[str]
     k: int
@@ -84,8 +84,8 @@ class Request:
 
 
 def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int, passages: int) -> Request:
-    """Return the request in `body`. Refused with 400 for what is not JSON, has a wrong key, or is out of bounds. A
-    blank query among others finds nothing. passages: of the corpus, the most that a request gets that does not say."""
+    """Return the request in `body`. Refused with 400 if it is not JSON, has a wrong key, or is out of bounds. A blank
+    query among others finds nothing. passages: their number in the corpus, a limit of k in a request without it."""
     record = _read_object(body)
     for key in record:
         if key not in (dialect.queries, dialect.k, dialect.scores):
@@ -109,7 +109,7 @@ def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int, 
 
 
 def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool) -> bytes:
-    """Return the answer to a request of this dialect as ASCII JSON, half surrogates as escapes."""
+    """Return the answer to a request of this dialect as ASCII JSON, with lone surrogates as escapes."""
     documents = [[{"id": hit.passage.id, "contents": contents(hit.passage)} for hit in hits] for hits in found]
     values = [[hit.score for hit in hits] for hits in found]
     answer: Any
@@ -130,12 +130,12 @@ def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool
 
 
 def contents(passage: Passage) -> str:
-    """Return a passage as wiki-18 writes it. A title is one line there: its line feeds become spaces."""
+    """Return a passage in wiki-18's form. There a title is one line, so its line feeds become spaces."""
     return f'"{passage.title.replace(chr(10), " ")}"\n{passage.text}'
 
 
 def passage_of(identifier: str, written: str) -> Passage:
-    """Return the passage that `contents` wrote."""
+    """Return the passage whose `contents` are `written`."""
     return Passage(identifier, *split_contents(written))
 
 
@@ -182,7 +182,7 @@ def _bad(reason: str) -> Refused:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a reason shows it: as JSON, and short."""
+    """Return a value as it is shown in a reason: as short JSON."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)
@@ -194,7 +194,7 @@ LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Metrics:
-    """Requests by path and status, and how long those that were served took."""
+    """Requests by path and status, and the latencies of those that were served."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -213,7 +213,7 @@ class Metrics:
         self._seconds += seconds
 
     def text(self, others: Iterable[tuple[str, str, str, float]]) -> str:
-        """Return all figures; `others` are (name, type, help, value) of what is counted elsewhere."""
+        """Return all metrics as text; `others` are (name, type, help, value) of metrics that are counted elsewhere."""
         lines = _header("requests_total", "counter", "requests by path and status")
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'thresher_requests_total{{path="{path}",code="{status}"}} {count}')
@@ -234,21 +234,21 @@ def _header(name: str, kind: str, text: str) -> list[str]:
 
 Found = list[list[Hit]]
 Search = Callable[[list[str], int], Found]
-# A request does not join a batch beside which it is so many times as large. The batch after one that is so many times
-# smaller than the largest is half of the largest, for that client may ask again; docs/internals/log.md has what this
-# costs.
+# A request that is ALONE times as large as a batch does not join it. After a batch that is ALONE times smaller than the
+# largest, the next batch is at most half of the largest, because that client may send another request;
+# docs/internals/log.md has the cost.
 ALONE = 16
 
 
 class Full(Exception):
-    """More queries wait than may."""
+    """Raised if more queries are waiting than allowed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Queued:
     queries: list[str]
     k: int
-    start: int  # of what is left
+    start: int  # of the remaining queries
     arrived: float
     taken: int = 0  # queries that a search has begun for
     found: Found = field(default_factory=list)
@@ -259,43 +259,43 @@ class _Queued:
         return len(self.queries) - self.taken
 
 
-_Batch = list[tuple[_Queued, list[str]]]  # requests, and which of their queries
+_Batch = list[tuple[_Queued, list[str]]]  # requests, and those of their queries that are in the batch
 
 
 class Batcher:
-    """The thread that searches for all connections. `batches` and `seconds` count what it has done, for the metrics.
+    """The thread that searches for all connections. `batches` and `seconds` count its searches and their time.
 
     One thread owns the retriever, which is not thread-safe. Whenever it is free it takes up to `max_batch` queries with
-    the same k, of a long request as many as fit. If there are fewer it gives others `max_wait` seconds after the first
-    to join, but only if the last batch was shared: a lone client, as a training run is, never waits.
+    the same k, and of a long request as many as fit. If there are fewer, it waits for others until `max_wait` seconds
+    after the first, but only if the last batch was shared. A single client, such as a training run, thus never waits.
 
-    The order is fair queueing, a client being a connection (self-clocked: Golestani 1994). A request starts where its
-    client's last one ends, or at the start of what was served last, if that is later; it ends one later for every
-    query. The request whose next batch ends first comes first. So a client that asks little is in the next batch, and
-    one that asks much gets the rest. A request that is next to nothing beside the next one is searched without it.
+    The order is fair queueing, where a client is a connection (self-clocked: Golestani 1994). A request starts at the
+    end of its client's last one, or at the latest start of those served, if that is later, and its end is one later for
+    every query. The request whose next batch ends first is served first. A client with few queries is therefore in the
+    next batch, and one with many gets the rest. A request much smaller than the next one is searched without it.
 
-    A full queue refuses the longest request that has not begun to make room for a shorter one. After a search that
-    failed, each request of its batch is searched alone, so that only the one at fault fails.
+    If the queue is full, the longest request that has not begun is refused in favour of a shorter one. After a search
+    that failed, each request of its batch is searched separately, so that only the one at fault fails.
     """
 
     def __init__(self, search: Search, *, max_batch: int, max_wait: float, max_waiting: int) -> None:
         self._search, self.max_batch, self.max_wait, self.max_waiting = search, max_batch, max_wait, max_waiting
         self._requests: list[_Queued] = []
-        self._clock = 0  # the latest start of what was served
-        self._ends: dict[Hashable, int] = {}  # of each client's last request, where that is later
+        self._clock = 0  # the latest start of the requests served
+        self._ends: dict[Hashable, int] = {}  # of each client's last request, if that is later
         self._changed = threading.Condition()
         self._closed = False
-        self.waiting = 0  # queries that no search has begun for
+        self.waiting = 0  # queries for which no search has begun
         self.batches = 0
         self.seconds = 0.0
         self._busy_since: float | None = None
         self._short = False  # whether the last batch was
-        self._shared = True  # whether the last batch had several requests; assumed of the first
+        self._shared = True  # whether the last batch had several requests; True before the first
         self._thread = threading.Thread(target=self._work, name="retriever", daemon=True)
         self._thread.start()
 
     def submit(self, queries: list[str], k: int, client: Hashable) -> "Future[Found]":
-        """Return the future of the hits of all `queries`; Full, at once or from it, where too many wait."""
+        """Return the future of the hits of all `queries`. Full, at once or from the future, if too many wait."""
         with self._changed:
             if self._closed or not self._make_room(len(queries)):
                 raise Full
@@ -304,25 +304,25 @@ class Batcher:
             request = _Queued(queries, k, start, time.monotonic())
             self._requests.append(request)
             before, self.waiting = self.waiting, self.waiting + len(queries)
-            # The thread sleeps without work, or for a batch to fill; in between, waking it would only cost time.
+            # The thread sleeps if it has no work or waits for a full batch; otherwise waking it would only cost time.
             if before == 0 or before < self.max_batch <= self.waiting:
                 self._changed.notify()
         return request.answer
 
     def busy_seconds(self) -> float:
-        """Return the seconds for which the present search has been running; 0 if none is."""
+        """Return the seconds for which the current search has been running; 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self, timeout: float | None = None) -> None:
-        """Take no more requests, and return when those that wait are answered, or after `timeout` seconds."""
+        """Accept no more requests, and return when the waiting ones are answered, or after `timeout` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout)
 
     def _make_room(self, queries: int) -> bool:
-        """Return whether `queries` more may wait; refuses longer requests that have not begun."""
+        """Return whether `queries` more may wait, after refusing longer requests that have not begun."""
         while self.waiting + queries > self.max_waiting:
             longest = max((one for one in self._requests if not one.taken), key=lambda one: one.left, default=None)
             if longest is None or longest.left <= queries:
@@ -344,7 +344,7 @@ class Batcher:
             self._busy_since = None
 
     def _take(self) -> _Batch:
-        """Return the next batch; empty once closed and done."""
+        """Return the next batch; an empty one when closed and done."""
         with self._changed:
             while True:
                 self._requests = [one for one in self._requests if not one.answer.cancelled()]
@@ -365,7 +365,7 @@ class Batcher:
             return [(request, self._begin(request, count)) for request, count in batch]
 
     def _first(self, most: int) -> list[tuple[_Queued, int]]:
-        """Return requests with one k, and how many queries of each come next, together at most `most`."""
+        """Return requests with the same k, and the number of queries of each that are next, at most `most` in all."""
         order = sorted(self._requests, key=lambda one: (one.start + min(one.left, most), one.arrived))
         batch: list[tuple[_Queued, int]] = []
         size = 0
@@ -379,7 +379,7 @@ class Batcher:
         return batch
 
     def _begin(self, request: _Queued, count: int) -> list[str]:
-        """Return the next `count` queries of a request, which no longer wait."""
+        """Return the next `count` queries of a request, which are no longer waiting."""
         queries = request.queries[request.taken : request.taken + count]
         self._clock = max(self._clock, request.start)
         request.start += count
@@ -427,20 +427,20 @@ ReadBody = Callable[[], Awaitable[bytes]]
 class Settings:
     """Settings of a server. timeout: seconds for a body to arrive, and for a search."""
 
-    k: int = 3  # passages for a request to /retrieve that does not say
+    k: int = 3  # passages for a request to /retrieve without `topk`
     max_batch: int = 256  # queries searched at once
-    max_wait_ms: float = 3.0  # for others to join a search
+    max_wait_ms: float = 3.0  # that a search waits for other requests
     max_waiting: int = 16_384  # queries
     max_body: int = 8 * 2**20  # bytes
     max_connections: int = 512  # whose request is being served
     timeout: float = 60.0
-    allow_hosts: tuple[str, ...] = ()  # names that a Host header may hold, beside those of hosts.py
+    allow_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to those of hosts.py
     bounds: Bounds = field(default_factory=Bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The index that is served, as /health reports it. identity: names this index, in every answer."""
+    """The index that is served, as /health reports it. identity: identifies this index in every answer."""
 
     passages: int
     kind: str
@@ -449,7 +449,7 @@ class Served:
 
     @classmethod
     def by(cls, manifest: Manifest, parameters: dict[str, int] | None = None) -> "Served":
-        """Return the record of an index: two that are encoded and searched the same way are the same."""
+        """Return the record of an index; two that are encoded and searched in the same way have the same identity."""
         built = (manifest.corpus_sha256, manifest.embed, manifest.encoder_fingerprint, manifest.kind, manifest.factory)
         searched = sorted((manifest.parameters | (parameters or {})).items())
         return cls(
@@ -488,7 +488,7 @@ class App:
     async def answer(
         self, method: str, path: str, hosts: Sequence[str], read_body: ReadBody, client: Hashable
     ) -> Reply:
-        """Return the answer to a request of `client`, whose body `read_body` awaits or refuses."""
+        """Return the answer to a request of `client`, whose body `read_body` reads or refuses."""
         try:
             if not host_allowed(hosts, self._names):
                 found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is there {len(hosts)} times"
@@ -501,7 +501,7 @@ class App:
         except Refused as refused:
             answer = _refusal(refused)
         except Exception:
-            # Whatever it is, one request must not end the others': the log gets the trace, the client a 500.
+            # No error of one request may end the others: the trace is written to the log, and the client gets a 500.
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             answer = _refusal(Refused(500, "the server failed on this request; its log says more"))
         self.metrics.count(path if path in PATHS else "other", answer.status)
@@ -546,7 +546,7 @@ class App:
         except TimeoutError:
             raise Refused(503, f"the search was not done within {limit:g} s; ask again, or for less", RETRY) from None
         except Exception as error:
-            # Whatever the retriever, which may be a user's, raised: it is this request's failure and no other's.
+            # Any exception of the retriever, which may be a user's, is a failure of this request only.
             print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
             reason = str(error) if isinstance(error, UserError) else type(error).__name__
             raise Refused(500, f"the search failed ({reason}); the server's log says more") from None

@@ -1,8 +1,8 @@
-"""Searches answered by a server: our own, Search-R1's, or another that speaks its `/retrieve` (app.py).
+"""Searches answered by a server: our own, Search-R1's, or another that implements its `/retrieve` (app.py).
 
-All queries of a call go out in one request, or a few, over a kept connection. A server that refuses or breaks the
-connection, takes too long or is overloaded is asked again after doubling pauses, for `patience` seconds; then, or for
-an answer of another shape or from another index (a header), `Unanswered` is raised.
+All queries of a call are sent in one request, or a few, over a persistent connection. If a server refuses or breaks the
+connection, takes too long or is overloaded, the request is repeated after doubling pauses for `patience` seconds. Then,
+or if the answer has another shape or is from another index (a header), `Unanswered` is raised.
 """
 
 import json
@@ -18,20 +18,20 @@ from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_posit
 from thresher.retrieval.serving.app import IDENTITY_HEADER, Bounds, passage_of
 
 PATH = "/retrieve"
-# Queries in one request: as many samples as decode at once, and an answer of a few megabytes.
+# Queries in one request: the number of samples that decode at once; the answer has a few megabytes.
 MAX_BATCH = 1024
 MAX_PASSAGES = Bounds().max_passages
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-# A server that is there and says one of these may do better on the same request later.
+# With one of these statuses, the same request may succeed later.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteRetriever(Retriever):
-    """Asks the server at `url`: its root, or the address of its /retrieve.
+    """Client of the server at `url`, which is its root or the address of its /retrieve.
 
-    timeout: seconds of one answer. patience: seconds that the server may be away. say: called with a sentence when the
-    waiting begins and ends.
+    timeout: seconds for one answer. patience: seconds that the server may be unavailable. say: called with a sentence
+    when the waiting begins and ends.
     """
 
     elsewhere = True
@@ -48,13 +48,13 @@ class RemoteRetriever(Retriever):
         super().__init__()
         self.url = service_address(url, PATH, "a retrieval server", "http://127.0.0.1:8000")
         self.timeout, self.patience, self.max_batch, self._say = timeout, patience, max_batch, say
-        self.retries = 0  # attempts that had to be repeated, since the beginning
+        self.retries = 0  # attempts that had to be repeated, since creation
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
         self._passages: int | None = None
         self._asked_health = False
 
     def check_k(self, k: int) -> None:
-        """As Retriever has it, where the server says how many passages it has. The first call waits for the server."""
+        """Check `k` if the server reports its number of passages; see Retriever. The first call waits for a server."""
         if not self._asked_health:
             self._passages = self._read_health()
             self._asked_health = True
@@ -74,7 +74,7 @@ class RemoteRetriever(Retriever):
         return found
 
     def _read_health(self) -> int | None:
-        """Return how many passages the server has, None if it does not say: other servers lack /health."""
+        """Return the server's number of passages; None if it does not report it, because other servers lack /health."""
         response = self._ask("GET", self.url.removesuffix(PATH) + "/health", None)
         report = json_of(response) if response.status == 200 else None
         self._check_identity(response)
@@ -82,7 +82,7 @@ class RemoteRetriever(Retriever):
         return passages if type(passages) is int and passages > 0 else None
 
     def _ask(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
-        """Ask until the status is not a passing failure. Unanswered when patience ends."""
+        """Repeat a request until its status is not a passing failure. Unanswered when patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
             headers = {"content-type": "application/json"} if body is not None else {}
@@ -156,7 +156,7 @@ class RemoteRetriever(Retriever):
 
 
 def _reason(response: HttpAnswer) -> str:
-    """Return what the server says about a refusal, as ours says it and as others do."""
+    """Return the server's reason for a refusal, under our key or that of others."""
     report = json_of(response)
     reason = report.get("error", report.get("detail")) if isinstance(report, dict) else None
     return f" ({reason[:200]})" if isinstance(reason, str) else ""

@@ -1,10 +1,10 @@
-"""`thresher serve-retriever`: an index behind a URL, in the dialects of app.py.
+"""`thresher serve-retriever`: an index served over HTTP, in the dialects of app.py.
 
 One event loop reads and writes (aiohttp's low-level server); a thread searches (`Batcher`). There is no TLS and no
-password, hence the loopback address by default. Beside aiohttp's limits, `Connections` ends a connection that is
-waited for (no whole request, or an answer that is not read) after IDLE_SECONDS, gives a body `Settings.timeout`, and
-ends those that have waited longest when there are as many as the process may have descriptors, or when unfinished
-bodies have BODIES times the largest size. The search of a client that has gone is cancelled.
+password, so the default is the loopback address. In addition to aiohttp's limits, `Connections` ends a connection after
+IDLE_SECONDS without a complete request or with an unread answer, and limits the time of a body to `Settings.timeout`.
+It ends those that have waited longest if there are as many as the process may have descriptors, or if unfinished bodies
+have BODIES times the largest size. The search of a client that has disconnected is cancelled.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ except ModuleNotFoundError as error:
     raise UserError("aiohttp is not installed; install thresher with its extra [serve]") from None
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# A client whose connection was closed while it did other things opens another.
+# A client whose idle connection was closed opens another.
 IDLE_SECONDS = 60.0
 LINGER_SECONDS = 30.0  # for the rest of a refused body to be read and dropped
-BODIES = 64  # of the largest size, or their like in shorter ones, may be unfinished at a time
-ACCEPTED = 64  # connections that a turn of the event loop takes from the system's queue,
-QUEUE = 1024  # which is so long
-SPARE = 5 * ACCEPTED  # descriptors for connections that come while others are being ended, and for the index
-FEWEST = 64  # connections that are allowed wherever we run
-CLOSE = (("connection", "close"),)  # the rest of a body is not waited for
+BODIES = 64  # unfinished bodies at a time, of the largest size, or the same bytes in shorter ones
+ACCEPTED = 64  # connections that an iteration of the event loop takes from the system's queue,
+QUEUE = 1024  # which has this length
+SPARE = 5 * ACCEPTED  # descriptors for connections that arrive while others are being ended, and for the index
+FEWEST = 64  # connections that are always allowed
+CLOSE = (("connection", "close"),)  # the rest of a body is not awaited
 
 # A broken request is not logged.
 SILENT = logging.Logger("aiohttp.silent", logging.CRITICAL + 1)
@@ -53,14 +53,14 @@ SILENT = logging.Logger("aiohttp.silent", logging.CRITICAL + 1)
 
 @dataclass(slots=True)
 class _State:
-    since: float  # when the waiting for it began
+    since: float  # time at which waiting for it began
     reading: int = 0  # bytes of an unfinished body
     busy: bool = False  # a request is being read or served
-    served: bool = False  # its request has arrived, and it is not to be ended
+    served: bool = False  # its request has arrived, and it must not be ended
 
 
 class Connections(web.Server):
-    """All connections of a server, with the limits above. Made in a running event loop."""
+    """All connections of a server, with the limits above. Created in a running event loop."""
 
     def __init__(self, app: App) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class Connections(web.Server):
         self._states.pop(handler, None)
 
     async def sweep(self) -> None:
-        """End connections that wait for too long, until cancelled."""
+        """End connections that have waited too long, until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, IDLE_SECONDS / 4))
             self.end(lambda state: not state.busy and state.since < time.monotonic() - IDLE_SECONDS)
@@ -111,19 +111,19 @@ class Connections(web.Server):
             await asyncio.sleep(0.01)
 
     def end(self, which: Callable[[_State], bool] = lambda state: True) -> None:
-        """End the connections in such a state, answered or not."""
+        """End the connections whose state satisfies `which`, answered or not."""
         for connection in [connection for connection, state in self._states.items() if which(state)]:
             _end(connection)
 
     def _make_room(self) -> None:
-        """End the connections that have waited longest, until there may be one more."""
+        """End the connections that have waited longest, until one more is allowed."""
         waiting = (connection for connection, state in self._states.items() if not state.served)
         for connection in list(islice(waiting, max(0, len(self._states) + 1 - self._most))):
             del self._states[connection]
             _end(connection)
 
     def _make_room_for_body(self, mine: web.RequestHandler) -> None:
-        """End the connections that have been sending a body for longest, but for `mine`."""
+        """End the connections that have been sending a body for longest, except `mine`."""
         for connection, state in list(self._states.items()):
             if self._bodies <= BODIES * self._app.settings.max_body:
                 return
@@ -157,7 +157,7 @@ class Connections(web.Server):
         return response
 
     async def _read_body(self, request: web.BaseRequest, state: _State) -> bytes:
-        """Return the body. Refused for one that is longer than allowed, ends early, is no HTTP, or takes too long."""
+        """Return the body. Refused if it is longer than allowed, ends early, is not HTTP, or takes too long."""
         limit, timeout = self._app.settings.max_body, self._app.settings.timeout
         too_long = Refused(413, f"the body is longer than {limit} bytes; ask in several requests", CLOSE)
         if (request.content_length or 0) > limit:
@@ -190,12 +190,12 @@ def _end(connection: web.RequestHandler) -> None:
 
 
 class Server:
-    """A server on a socket of its own. `serve` runs it here, the context manager in a thread:
+    """A server on its own socket. `serve` runs it in this thread, the context manager in another one:
 
     with Server(retriever, served, port=0) as server:
         RemoteRetriever(server.url)
 
-    UserError when the address cannot be had.
+    UserError if the address is not available.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Server:
         names = server_names(host, settings.allow_hosts)
         retriever.check_k(settings.k)
         self._socket = _listen(host, port)
-        # The socket listens from now on: a client that connects before `serve` waits, and is not refused.
+        # The socket listens from now on: a client that connects before `serve` has to wait, but is not refused.
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         self.app = App(retriever, served, settings, names)
         self._connections: Connections | None = None  # while it runs
@@ -221,8 +221,8 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop`; requests that have arrived by then are answered, unless it comes
-        twice."""
+        """Serve until SIGTERM, SIGINT or `stop`. Requests that have arrived by then are answered, unless a second one
+        follows."""
         try:
             asyncio.run(self._serve())
         finally:
@@ -231,7 +231,7 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """The number of open connections."""
+        """Return the number of open connections."""
         return 0 if self._connections is None else len(self._connections.connections)
 
     def stop(self) -> None:
@@ -284,8 +284,8 @@ def serve_folder(
     verify: bool = True,
 ) -> dict[str, Any]:
     """Load an index folder and serve it at `address`, (host, port), until a signal ends it; return figures.
-    `parameters`, `gpu` and `verify` as `load_retriever` has them."""
-    from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
+    `parameters`, `gpu` and `verify`: see `load_retriever`."""
+    from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve a loaded index
 
     served = Served.by(read_manifest(Path(folder)), parameters)
     retriever = load_retriever(folder, None, parameters, gpu, verify)
@@ -311,6 +311,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=QUEUE)
     except OSError as error:
-        # The socket module's own text repeats the address; a name that is not found has no number of the system's.
+        # The socket module's own text repeats the address; a name that is not found has no system error number.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise UserError(f"{host}:{port}: cannot listen there ({reason}); give another --host or --port") from None

@@ -1,4 +1,4 @@
-"""Each paper's reward, one file a paper or family of papers.
+"""Rewards of the papers, one file per paper or family of papers.
 
-A new paper's reward may come in as a file: `RewardInput` in, `RewardResult` out, no model and no randomness of its own.
+Each is a function from `RewardInput` to `RewardResult`, without a model and without its own randomness.
 """

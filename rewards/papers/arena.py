@@ -1,17 +1,17 @@
-"""ARENA: the answer names the references that it rests on, and is rewarded for naming the right ones.
+"""ARENA: the answer names its supporting references, and is rewarded for naming the right ones.
 
     <relevance>[1,5]</relevance> <analysis>..</analysis> <answer>..</answer>
 
     R = format + accuracy + relevance + bonus,    at most 13
 
     format     1 if the transcript is the three sections, in order, and nothing else
-    accuracy   1 if the answer equals a gold (EM); its F1 or a judge's yes or no are the variants that were studied
-    relevance  1 if the indices named are the gold set, .5 if they share one with it, else 0
+    accuracy   1 if the answer equals a gold (EM); variants: its F1, or a judge's yes or no
+    relevance  1 if the named indices are the gold set, .5 if they share one with it, else 0
     bonus      10 if the other three are all exactly 1 [assumed, for F1]
 
-The parts are scored apart: a right answer counts in a bad form too. The released code takes one JSON list of indices;
-here "1, 5" and "[1],[5]" are read too. It lets text follow the last section; here that is a bad form. EM and F1
-normalise texts as it does (rewards/text.py, "arena").
+The parts are scored independently: a correct answer also counts in a wrong format. The released code accepts one JSON
+list of indices; here "1, 5" and "[1],[5]" are accepted too. It allows text after the last section; here that is a wrong
+format. EM and F1 normalise texts as the code does (rewards/text.py, "arena").
 
 Naive GRPO is ARENA's baseline: `<think>..</think><answer>..</answer>`, R = format + answer, each 1 or 0.
 """
@@ -32,14 +32,14 @@ SECTIONS = ("relevance", "analysis", "answer")
 NAIVE_SECTIONS = ("think", "answer")
 BONUS = 10.0
 
-# No two neighbours can match the same white space, so no text makes these go back on more than one choice.
+# Adjacent parts cannot match the same white space, so backtracking is bounded for any text.
 _ITEMS = r"[0-9]{1,9}\s*(?:,\s*[0-9]{1,9}\s*)*"
 _BARE = re.compile(rf"\s*{_ITEMS}")
 _LISTS = re.compile(rf"\s*\[\s*(?:{_ITEMS})?\]\s*(?:(?:,\s*)?\[\s*(?:{_ITEMS})?\]\s*)*")
 
 
 def parse_indices(text: str) -> frozenset[int] | None:
-    """Read a relevance section: "[1,5]", "1, 5", "[1],[5]" and "[1] [5]" are all {1, 5}, "[]" is the empty set.
+    """Parse a relevance section: "[1,5]", "1, 5", "[1],[5]" and "[1] [5]" are all {1, 5}, "[]" is the empty set.
 
     None for anything else (words, ranges, signs, nothing at all).
     """
@@ -49,7 +49,7 @@ def parse_indices(text: str) -> frozenset[int] | None:
 
 
 def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
-    """Return the indices in the policy's first closed `<relevance>` up to its final answer; None: there are none."""
+    """Return the indices in the policy's first closed `<relevance>` up to its final answer; None if there are none."""
     found = blocks(up_to_answer(pieces), "relevance")
     return parse_indices(found[0].text) if found else None
 
@@ -59,12 +59,12 @@ def arena_reward(
 ) -> RewardResult:
     """Compute ARENA's reward.
 
-    accuracy: what the answer is held to; "judge" takes `attempt.verdict`. max_indices: an answer that names more gets
-    no relevance .5 (without it, naming every reference scores .5). variant: normalisation of "em" and "f1"; "squad" is
-    the other systems'. Where it is unknown which references are gold, relevance is 0 [assumed]; where none is, naming
-    none is a full match [assumed].
+    accuracy: measure of the answer; "judge" uses `attempt.verdict`. max_indices: an answer that names more gets no
+    relevance of .5 (without a limit, naming every reference scores .5). variant: normalisation of "em" and "f1";
+    "squad" is that of other systems. If it is unknown which references are gold, relevance is 0 [assumed]; if none is
+    gold, naming none is a full match [assumed].
 
-    Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (how many
+    Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (number of
     references).
     """
     if accuracy not in get_args(Accuracy):
@@ -118,7 +118,7 @@ def _gold(attempt: RewardInput) -> frozenset[int] | None:
 
 
 def naive_reward(attempt: RewardInput) -> RewardResult:
-    """Compute naive GRPO's reward: 1 for the form (see `outline`) and 1 for an exact match, in whatever form.
+    """Compute naive GRPO's reward: 1 for the format (see `outline`) plus 1 for an exact match in any format.
 
     Parts: format, answer; measures em, f1, answered.
     """

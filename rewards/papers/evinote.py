@@ -1,4 +1,4 @@
-"""EviNote-RAG: search, then note what supports an answer, and be rewarded for notes that entail it.
+"""EviNote-RAG: search, then note the evidence for an answer; notes that entail the answer are rewarded.
 
     (<search> <information> <summary>)+ <answer>     information is RETRIEVED, all else the policy's
 
@@ -7,15 +7,15 @@
         0          else
     EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds
 
-    format       these tags in this order, each closed (the equation asks for no more): thoughts and other text may
-                 stand between them; a note or an answer without text is none [assumed]. `strict_format`: a think
-                 before a search or the answer alone, and nothing but white space between sections
+    format       these tags in this order, each closed (the equation requires no more): thoughts and other text may
+                 stand between them; a note or an answer without text does not count [assumed]. `strict_format`: a
+                 think only before a search or the answer, and only white space between sections
     answer       EM
-    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (either one, as a switch; or, as
-                 its released code has it, every `*` and `#` in them is one of a pair, and there is one)
+    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (with a switch either one; or,
+                 as in its released code, every `*` and `#` in them belongs to a pair, and there is at least one)
 
 A mark is a pair around text (`*x*`, `-x-`) or a list marker that begins a line (`* x`, `- x`), in a note that the
-policy wrote. A hyphen inside a word is none; the prompt's own words about marks are no note.
+policy wrote. A hyphen inside a word is not a mark; the prompt's text about marks is not a note.
 
 The ablation's variants, where `noted` means that there is a note:
 
@@ -24,7 +24,7 @@ The ablation's variants, where `noted` means that there is a note:
     FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`RewardInput.chance` decides)
     SEN            R with EQR 0                       SEN+EQR   R
 
-The judge's probability for `evinote_claims` is passed in.
+The judge's probability for `evinote_claims` is an input.
 """
 
 import re
@@ -41,7 +41,7 @@ from thresher.rewards.text import normalize_answer
 Variant = Literal["Base", "NS", "NE", "FS", "FS+SR", "FS+EQR", "SEN", "SEN+EQR"]
 Marks = Literal["both", "either", "code"]
 
-# The tag of each variant's notes; Base takes none.
+# The tag of each variant's notes; Base has none.
 NOTE_TAGS: dict[str, str | None] = {
     variant: {"Base": None, "NE": "evidence"}.get(variant, "summary") for variant in get_args(Variant)
 }
@@ -53,11 +53,11 @@ CHANCE_OF_CONSOLATION = 1 / 3
 def evinote_reward(
     attempt: RewardInput, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
 ) -> RewardResult:
-    """Compute the reward under one of the eight variants; `marks` and `strict_format` as the module describes.
+    """Compute the reward of one of the eight variants; `marks` and `strict_format` as described above.
 
-    Parts, of every variant: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability;
-    0 without a note; None where the variant does not reward it and nobody was asked). Measures em, f1, answered,
-    searches. UserError where the variant rewards EQR, there is something to judge, and no judge was asked.
+    Parts, in every variant: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability;
+    0 without a note; None if the variant does not reward it and there was no judge). Measures em, f1, answered,
+    searches. UserError if the variant rewards EQR, there is a claim to judge, and there was no judge.
     """
     if variant not in NOTE_TAGS:
         raise UserError(f"variant {variant!r} is unknown; choose one of {', '.join(NOTE_TAGS)}")
@@ -90,7 +90,7 @@ def evinote_reward(
 def evinote_claims(attempt: RewardInput, tag: str = "summary") -> list[tuple[str, str]]:
     """Return (the last note, "<gold> is the answer to '<question>'") for each gold, for a judge of entailment.
 
-    Empty without a note. Golds that normalise to nothing are left out.
+    Empty without a note. Golds that are empty after normalisation are left out.
     """
     noted = notes(attempt.pieces, tag)
     if not noted:
@@ -100,12 +100,12 @@ def evinote_claims(attempt: RewardInput, tag: str = "summary") -> list[tuple[str
 
 
 def notes(pieces: Sequence[TextSegment], tag: str = "summary") -> list[str]:
-    """The closed notes with text in them that the policy wrote before the end of its final answer, in order."""
+    """Return the policy's closed notes that contain text, up to the end of its final answer, in order."""
     return [span.text for span in blocks(up_to_answer(pieces), tag) if span.text]
 
 
 def has_mark(note: str, mark: str) -> bool:
-    """Return whether a note has `mark`, "*" or "-", at a list item or as a pair around text in one line."""
+    """Return whether a note has `mark`, "*" or "-", as a list marker or as a pair around text in one line."""
     return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
 
 
@@ -129,7 +129,7 @@ def _marked(noted: Sequence[str], marks: Marks) -> bool:
 
 
 def _paired(text: str) -> bool:
-    """Return whether the text has marks `*` or `#`, all in pairs that do not cross."""
+    """Return whether the text has marks `*` or `#`, all of them in pairs that do not cross."""
     opened: list[str] = []
     marks = re.findall("[*#]", text)
     for mark in marks:
@@ -160,7 +160,7 @@ def _is_item(line: str, mark: str) -> bool:
 
 
 def _holds_pair(line: str, mark: str) -> bool:
-    """Return whether a run of marks opens (text right after) and a later one closes (text right before)."""
+    """Return whether a run of marks opens (text directly after) and a later one closes (text directly before)."""
     opened = False
     for begin, end in (match.span() for match in re.finditer(re.escape(mark) + "+", line)):
         before, after = line[begin - 1 : begin], line[end : end + 1]

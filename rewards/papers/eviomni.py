@@ -1,7 +1,7 @@
-"""EviOmni, and LEAR, its first version: rationale and evidence are rewarded for what they let the model answer.
+"""EviOmni, and LEAR, its first version: rationale and evidence are rewarded by the answers that they enable.
 
     trained    <reason>r</reason><extract>e</extract><answer>o_f</answer>
-    beside it  o_r ~ M(q, P, r)    o_e ~ M(q, e)      each in a context of its own, for the reward only
+    branches   o_r ~ M(q, P, r)    o_e ~ M(q, e)      each in a separate context, only for the reward
 
     R     = .8 R_ans + .1 R_len + .1 R_fmt
     R_ans = mean of F1(A, o_r), F1(A, o_e), F1(A, o_f), over those that are switched on
@@ -11,9 +11,9 @@
     R_fmt = 1  if the transcript is reason, extract and answer, in order, and nothing else
 
 tau is inside the sigmoid: one printing has it outside, where the value goes up to 10. [assumed]: lengths are in tokens
-(words where there is no tokenizer); an empty e makes both lengths worth 0, for the printed equation gives it 1, and an
-empty r makes its own 0; where no passage is given, L_P is 0 and any e is longer, so R_len_e is 0; o_r and o_e without a
-closed answer have F1 0 and leave the format alone.
+(words without a tokenizer); for an empty e both length rewards are 0, although the printed equation gives 1, and for an
+empty r its own is 0; without passages L_P is 0 and any e is longer, so R_len_e is 0; o_r and o_e without a closed
+answer have F1 0 and do not affect the format.
 """
 
 import math
@@ -42,11 +42,11 @@ def eviomni_reward(
     """Compute EviOmni's reward.
 
     rationale, evidence, full: which of the three answers count. weights: of answer, length and format. The branches
-    "rationale" and "evidence" hold o_r and o_e; one that is missing has F1 0. "full" holds o_f where the transcript has
-    none, as a record of `thresher score` may.
+    "rationale" and "evidence" hold o_r and o_e; a missing one has F1 0. The branch "full" holds o_f if the transcript
+    has none, which is possible in a record of `thresher score`.
 
     Parts: answer, answer_rationale, answer_evidence, answer_full, length, length_rationale, length_evidence, format,
-    all in [0, 1] and before weighting; None for an answer that is switched off and was not written. Measures em, f1,
+    all in [0, 1] and before weighting; None for an answer that is switched off and was not generated. Measures em, f1,
     answered, of o_f.
     """
     if not (0 < tau < math.inf and 0 <= gamma < math.inf and 0 <= omega <= 1):
@@ -82,30 +82,30 @@ def eviomni_reward(
 
 
 def rationale_of(pieces: Sequence[TextSegment]) -> str:
-    """r: what the policy wrote in its first closed `<reason>`; "" without one."""
+    """Return r, the text of the policy's first closed `<reason>`; "" if there is none."""
     return _first(pieces, "reason")
 
 
 def evidence_of(pieces: Sequence[TextSegment]) -> str:
-    """e: what the policy wrote in its first closed `<extract>`, at which the engine stopped it; "" without one."""
+    """Return e, the text of the policy's first closed `<extract>`, where the turn stopped; "" if there is none."""
     return _first(pieces, "extract")
 
 
 def length_of_passages(attempt: RewardInput) -> int:
-    """L_P: the lengths of the passages' texts, without their titles, in the attempt's unit."""
+    """Return L_P, the total length of the passages without their titles, in the unit of the attempt."""
     return sum(attempt.length(text) for _, text in attempt.passages)
 
 
 def full_answer(attempt: RewardInput) -> str | None:
-    """o_f: the first answer behind the evidence (one inside the rationale does not count); where nothing was
-    extracted, the first of all; from the branch "full" where the transcript has none."""
+    """Return o_f, the first answer after the evidence (one inside the rationale does not count). Without evidence it is
+    the first of all answers; if the transcript has none, that of the branch "full"."""
     extracts = blocks(attempt.pieces, "extract")
     answer = final_answer(attempt.pieces, after=extracts[0].end if extracts else 0)
     return final_answer(attempt.branches.get("full", ())) if answer is None else answer
 
 
 def rationale_length_reward(length_of_r: int, length_of_e: int, *, tau: float) -> float:
-    """R_len_r: .5 for equal lengths, towards 1 the longer the rationale; 0 where either is empty."""
+    """Return R_len_r: .5 for equal lengths, closer to 1 for longer rationales; 0 if either is empty."""
     if length_of_r <= 0 or length_of_e <= 0:
         return 0.0
     if length_of_r >= length_of_e:
@@ -114,10 +114,10 @@ def rationale_length_reward(length_of_r: int, length_of_e: int, *, tau: float) -
 
 
 def evidence_length_reward(length_of_e: int, length_of_passages: int, *, gamma: float, omega: float) -> float:
-    """R_len_e: 1 from a share `omega` saved on, below it the share to the power `gamma`."""
+    """Return R_len_e: 1 if the share saved is at least `omega`, else that share to the power `gamma`."""
     if length_of_e <= 0 or length_of_e > length_of_passages:
         return 0.0
-    # Not 1 - L_e/L_P: one rounding, not two, so that 9 saved of 10 is the float .9.
+    # Not 1 - L_e/L_P: with one rounding instead of two, 9 saved of 10 is the float .9.
     saved = (length_of_passages - length_of_e) / length_of_passages
     return 1.0 if saved >= omega else saved**gamma
 
@@ -128,7 +128,7 @@ def _first(pieces: Sequence[TextSegment], tag: str) -> str:
 
 
 def _branch_f1(attempt: RewardInput, name: str) -> float:
-    """F1 of a branch's answer, which begins behind an `<answer>` that the engine wrote."""
+    """Return F1 of a branch's answer, which begins after an `<answer>` written by the engine."""
     pieces = list(attempt.branches.get(name, ()))
     begin = next((i for i, piece in enumerate(pieces) if piece.source == Source.POLICY), len(pieces))
     answers = blocks([*pieces[:begin], TextSegment(Source.POLICY, b"<answer>"), *pieces[begin:]], "answer")
@@ -143,5 +143,5 @@ def _formatted(attempt: RewardInput) -> bool:
 
 
 def _sigmoid(x: float) -> float:
-    """Written so that exp never overflows."""
+    """Return the sigmoid, in a form in which exp never overflows."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

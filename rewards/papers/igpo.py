@@ -1,13 +1,14 @@
-"""IGPO (Wang et al. 2025, arXiv 2510.14967): each turn earns what it adds to the probability of a
-gold answer, a token.
+"""IGPO (Wang et al. 2025, arXiv 2510.14967): the reward of a turn is the increase in a gold answer's probability.
+
+v_t is the probability per token:
 
     v_t = exp(1/L sum_j log pi(a_j | q, o_<=t, a_<j))    a: a gold answer, L tokens; o_<=t: t turns, what they found
     r_t = v_t - v_(t-1)         for t < T
     r_T = F1(answer, golds)     for the last turn, where the format holds; else -2 (its code)
 
-`gain` "log_probability" is what its code's script trains with: v_t without the exp, the mean log-prob in nats. The
-format holds where an answer was closed, and each think, search and answer tag is closed before the next of its name
-opens. With gamma 1 the gains add up: the return-to-go of turn t is r_T + v_(T-1) - v_(t-1).
+`gain` "log_probability" is used by the script of its code: v_t without the exp, the mean log-prob in nats. The format
+holds if an answer was closed, and each think, search and answer tag is closed before the next of the same name opens.
+With gamma 1 the gains telescope: the return-to-go of turn t is r_T + v_(T-1) - v_(t-1).
 """
 
 import math
@@ -24,9 +25,8 @@ BROKEN = -2.0
 
 
 def turn_gains(scores: Sequence[Mapping[str, Any]], turns: int, gain: Gain = "probability") -> list[float]:
-    """Return r_t of each of a trajectory's turns, in nats where `gain` is of log-probs; 0 for the last turn, and for
-    one before or behind which nothing was scored. scores: as in RewardInput; of
-    two at one turn the last counts."""
+    """Return r_t of each turn of a trajectory, in nats if `gain` is of log-probs. It is 0 for the last turn, and for a
+    turn without a score before or after it. scores: as in RewardInput; of two at the same turn the last counts."""
     means = {one["turns"]: math.fsum(one["logprobs"]) / len(one["logprobs"]) for one in scores if one["logprobs"]}
     values = {turn: math.exp(mean) if gain == "probability" else mean for turn, mean in means.items()}
     known = [turn in values and turn + 1 in values for turn in range(turns - 1)]
@@ -34,9 +34,9 @@ def turn_gains(scores: Sequence[Mapping[str, Any]], turns: int, gain: Gain = "pr
 
 
 def igpo_reward(attempt: RewardInput, *, gain: Gain = "probability") -> RewardResult:
-    """Return the outcome's reward, with one gain a turn as `turns`, 0 for the last.
+    """Return the outcome reward, with one gain per turn as `turns`, 0 for the last.
 
-    Parts: outcome (the reward) and gain (the sum of the turns'). Measures: em, f1, answered, searches (valid ones).
+    Parts: outcome (the reward) and gain (the sum over turns). Measures: em, f1, answered, searches (valid ones).
     """
     answer = final_answer(attempt.pieces)
     measures = answer_measures(answer, attempt.golds)
@@ -47,7 +47,7 @@ def igpo_reward(attempt: RewardInput, *, gain: Gain = "probability") -> RewardRe
 
 
 def _tags_close(attempt: RewardInput) -> bool:
-    """Return whether every tag that was opened is closed before the next of its name."""
+    """Return whether every opened tag is closed before the next of the same name."""
     open_tags = set[str]()
     for event in tag_sequence(attempt.pieces, ("think", "search", "answer")):
         if (event.tag in open_tags) != event.closing:

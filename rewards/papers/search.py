@@ -1,9 +1,11 @@
-"""Rewards of the search loops: Search-R1 (exact match), ZeroSearch (F1), Eval-RAR (exact match, .1 for evaluating),
-AutoRefine (F1, .1 for refining), Tree-GRPO (exact match and form).
+"""Rewards of the search loops.
 
-All judge the episode up to its final answer and read POLICY segments alone, so an `<answer>gold</answer>` in a passage
-or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. Tree-GRPO alone
-rewards the form.
+They are Search-R1 (exact match), ZeroSearch (F1), Eval-RAR (exact match, .1 for evaluating), AutoRefine (F1, .1 for
+refining) and Tree-GRPO (exact match and form).
+
+All consider the episode up to its final answer and read only POLICY segments, so an `<answer>gold</answer>` in a
+passage or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. Only
+Tree-GRPO rewards the form.
 """
 
 import re
@@ -25,12 +27,12 @@ _TURN = re.compile(
 
 
 def valid_searches(pieces: Sequence[TextSegment]) -> list[TagSpan]:
-    """The closed `<search>` spans with a query in them that the policy wrote before the episode's end."""
+    """Return the policy's closed `<search>` spans that contain a query, before the end of the episode."""
     return [span for span in blocks(up_to_answer(pieces), "search") if span.text]
 
 
 def search_r1_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResult:
-    """Search-R1: 1 where the final answer equals any gold after normalisation, else 0.
+    """Return Search-R1's reward: 1 if the final answer equals any gold after normalisation, else 0.
 
     Parts: answer (the reward), and the measures em, f1, answered (an `<answer>` was closed), searches (valid ones).
     """
@@ -40,7 +42,7 @@ def search_r1_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResul
 
 
 def zero_search_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResult:
-    """ZeroSearch: the final answer's F1, the best over the golds. Parts: as `search_r1_reward`, answer being the F1."""
+    """Return ZeroSearch's reward: F1 of the final answer. Parts: as `search_r1_reward`, with the F1 as answer."""
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
     parts["answer"] = float(parts["f1"])
@@ -56,15 +58,15 @@ def eval_rar_reward(
     require_answer: bool = False,
     substring: bool = False,
 ) -> RewardResult:
-    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` span holds any; else 0.
+    """Return Eval-RAR's reward: 1 if the final answer equals a gold; else .1 if an `<evaluate>` span has one; else 0.
 
-    The paper searches the concatenation of the spans; here each is searched by itself, so that no match crosses two.
+    The paper searches the concatenation of the spans; here each is searched separately, so no match crosses two spans.
     `evaluation_reward=False` is the paper's ablation (exact match only); `count_before_search=False` leaves out spans
     before the first valid search; `require_answer` gives 0 without a closed `<answer>`, as the released code does;
     `substring` as in `contains_answer`.
 
-    Parts: answer (1 or 0) and evaluation (.1 or 0, whatever the answer), of which the larger is the reward. Measures:
-    those of `search_r1_reward`, evaluations (closed spans that count), evaluate_contains (a gold is in one of them).
+    Parts: answer (1 or 0) and evaluation (.1 or 0, for any answer), the larger of which is the reward. Measures: those
+    of `search_r1_reward`, evaluations (closed spans that count), evaluate_contains (one of them contains a gold).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
@@ -88,14 +90,13 @@ def autorefine_reward(
     require_answer: bool = False,
     substring: bool = False,
 ) -> RewardResult:
-    """AutoRefine: the answer's F1 (or exact match) where it is above 0; else .1 where a `<refine>` span holds any gold;
-    else 0.
+    """Return AutoRefine's reward: the answer's F1 (or EM) if above 0; else .1 if a `<refine>` span has a gold; else 0.
 
-    Spans are searched, and `require_answer` and `substring` mean, as in `eval_rar_reward`. `refinement_reward=False` is
-    the ablation without retrieval rewards.
+    The search in spans, `require_answer` and `substring` are as in `eval_rar_reward`. `refinement_reward=False` is the
+    ablation without retrieval rewards.
 
-    Parts: answer (F1 or EM) and refinement (.1 or 0, whatever the answer). Measures: those of `search_r1_reward`,
-    refinements (closed spans), refine_contains (a gold is in one of them).
+    Parts: answer (F1 or EM) and refinement (.1 or 0, for any answer). Measures: those of `search_r1_reward`,
+    refinements (closed spans), refine_contains (one of them contains a gold).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
@@ -109,8 +110,8 @@ def autorefine_reward(
 
 
 def in_form(pieces: Sequence[TextSegment]) -> bool:
-    """Return whether every turn is a thought and a search, the last one a thought and an answer, each between its tags
-    with only white space around, and nothing but passages is between the turns."""
+    """Return whether every turn is a thought and a search, and the last one a thought and an answer. Each is between
+    its tags with only white space around, and only passages are between the turns."""
     begun = [piece for piece in pieces if piece.source is not Source.PROMPT]
     if any(piece.source is Source.FEEDBACK for piece in begun):
         return False
@@ -124,8 +125,8 @@ def in_form(pieces: Sequence[TextSegment]) -> bool:
 
 
 def tree_grpo_reward(pieces: Sequence[TextSegment], golds: Golds, *, format_reward: bool = True) -> RewardResult:
-    """Tree-GRPO, as its released code has it: 1 where the final answer equals any gold, .2 less out of form; another
-    answer .2 in form, .1 out of it; 0 without an answer. `format_reward=False` is exact match alone.
+    """Return Tree-GRPO's reward, as in its released code. It is 1 if the final answer equals any gold (.8 out of form);
+    .2 for another answer (.1 out of form); 0 without an answer. `format_reward=False` is exact match alone.
 
     Parts: answer (1 or 0, for exact match) and format (1 or 0, see `in_form`). Measures: those of `search_r1_reward`.
     """

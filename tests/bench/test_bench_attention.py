@@ -1,4 +1,4 @@
-"""`thresher bench attention` on a small batch: contenders are held to the same products, figures fit each other."""
+"""Test `thresher bench attention` on a small batch: contenders compute the same products, figures are consistent."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_a_wrong_contender_has_a_reason_in_place_of_figures(monkeypatch: pytest.
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention.*")
 def test_the_mask_of_flex_attention_is_the_forest_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its forward alone: on a CPU it has no backward."""
+    """Only the forward is compared, because flex attention has no backward on a CPU."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     batch = make_batch(BENCH, MODELS["0.5B"], CPU, torch.float32)
     with torch.no_grad():

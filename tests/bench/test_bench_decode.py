@@ -1,4 +1,4 @@
-"""`thresher bench decode` on a tiny model: whole batches, contexts as said, figures that fit each other."""
+"""Test `thresher bench decode` on a tiny model: full batches, the given contexts, and consistent figures."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_every_step_has_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def prefilled(decoder: Decoder, room: int) -> None:
-    """Compute the contexts of the waiting sequences, in place of `_fill_contexts`."""
+    """Compute the contexts of the waiting sequences, instead of `_fill_contexts`."""
     waiting, decoder.scheduler.waiting = decoder.scheduler.waiting, []
     for sequence in waiting:
         fresh = TokenSequence(sequence.prompt, sequence.seed, sequence.draw, sequence.ids[:-1])
@@ -65,7 +65,7 @@ def test_steps_are_those_behind_computed_contexts(
     """The same rows read the same numbers of keys, in the same groups."""
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     monkeypatch.setattr(decode, "resolve_attention", lambda *arguments: "triton")
-    # On a CPU no group is large enough for reading its keys once to pay.
+    # On a CPU, shared reads of a group's keys would never pay, so this makes them pay for every group.
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     policy = random_policy(roofline.MODELS["tiny"], torch.device("cpu"), torch.float32)
     shape = DecodeBench(models=["tiny"], batch=16, own=own, shared=shared).shapes()[kind]
@@ -103,7 +103,7 @@ def test_steps_are_those_behind_computed_contexts(
 def test_a_shape_that_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    # Of blocks, one free for each, the one shape takes 16 x 3, the other 2 for its groups and 16 x 2.
+    # In blocks, with one free per sequence, the first shape takes 16 x 3, the second 2 for its groups and 16 x 2.
     needed = PagedKV.bytes_needed(roofline.MODELS["tiny"], 40, decode.PAGE, 4)
     monkeypatch.setattr(decode, "free_memory", lambda device: needed / decode.KV_SHARE)
     bench = DecodeBench(
@@ -120,7 +120,7 @@ def test_a_shape_that_does_not_fit_is_left_out(
 
 
 def test_layers_with_states_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3.5's, cut: a slot has its states wherever its context came from."""
+    """The model is a reduced Qwen3.5; a slot has its states wherever its context came from."""
     small = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 600, "delta": DeltaShape(1, 2, 8, 8, 4)}
     cut = roofline.config_of("Qwen3.5-0.8B").replace(**small)
@@ -128,7 +128,7 @@ def test_layers_with_states_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     bench = DecodeBench(models=["cut"], batch=16, own=9, shared=96, steps=2, device="cpu")
     rows = run_decode_bench(bench)
     assert [row["shape"]["shared"] for row in rows] == [0, 96] and all(row["tokens_per_s"] > 0 for row in rows)
-    # By the decoder of a GPU: a group has the blocks of its beginning once.
+    # With the decoder for GPUs, a group holds the blocks of its shared prefix once.
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     monkeypatch.setattr(decode, "resolve_attention", lambda *arguments: "triton")
     decoder, _ = decode._filled(random_policy(cut, torch.device("cpu"), torch.float32), bench.shapes()[1], 8)

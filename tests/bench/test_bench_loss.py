@@ -1,4 +1,4 @@
-"""The loss bench: each contender agrees with float64, rows say what they must, nothing is left out silently."""
+"""Test the loss bench: each contender agrees with float64, rows are complete, and omissions are reported."""
 
 import json
 import math
@@ -49,7 +49,7 @@ SHAPE = LossShape(tokens=96, hidden=16, vocab=300, density=50)
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest rounds: figures are not looked at here."""
+    """Run the fewest rounds, because these tests do not check the figures."""
     monkeypatch.setitem(bench_module.CASE_SECONDS, "cpu", 0.0)
 
 
@@ -65,7 +65,7 @@ def test_a_case_is_what_it_says(case: LossCase) -> None:
     assert (case.old_T[~case.mask_T] == 0).all() and (case.ref_T[~case.mask_T] == 0).all()
     torch.testing.assert_close(case.weights_T.sum(), torch.tensor(1.0))
     runs = (case.mask_T[1:] != case.mask_T[:-1]).sum()
-    assert 1 <= runs <= 12  # about 48 were every row drawn by itself
+    assert 1 <= runs <= 12  # about 48 if every row were drawn independently
     again = make_case(SHAPE, CPU, torch.float32)
     assert torch.equal(again.hidden_TH, case.hidden_TH) and torch.equal(again.old_T, case.old_T)
 
@@ -130,12 +130,12 @@ def test_every_contender_that_is_here_agrees_with_float64(
         limits = (bench_module.LIMITS if contender.ours else bench_module.PEER_LIMITS)[dtype]
         assert errors.worse_than(*limits) == []
         assert not outcome.hidden_grad_TH[~case.mask_T].any() and not outcome.head_grad_VH[300:].any()
-        if contender.ours:  # in place: the head's gradient is in the buffer alone
+        if contender.ours:  # in place: the head's gradient is in the buffer only
             assert (case.whole_head.grad is None) == (contender is OURS[1])
 
 
 def _scaled(case: LossCase, chunk_rows: int | None) -> Any:
-    """Ours, with every gradient of the hidden states a fifth too large."""
+    """Prepare our loss with every gradient of the hidden states a fifth too large."""
     right = OURS[0].prepare(case, chunk_rows)
 
     def wrong() -> LossOutcome:

@@ -1,4 +1,4 @@
-"""The retrieval bench: an inexact search is found out, curves are what they say, what is left out is named."""
+"""Test the retrieval bench: it detects an inexact search, its curves are correct, and it names what it leaves out."""
 
 import json
 import math
@@ -53,7 +53,7 @@ WIDTH = 96  # of synthetic vectors
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest rounds: figures are not looked at here."""
+    """Run the fewest rounds, because these tests do not check the figures."""
     monkeypatch.setattr(bench_module, "CELL_SECONDS", 0.0)
 
 
@@ -276,7 +276,7 @@ def test_the_server_is_started_asked_and_ended(tmp_path: Path, monkeypatch: pyte
         assert figures["requests"] > 0 and figures["failed"] == 0
 
 
-# synthetic vectors: the same whatever else is drawn, and with neighbours as far away as real ones'
+# synthetic vectors: they do not depend on other draws, and their neighbours are as far away as those of real ones
 
 
 def passages(rows: int, seed: int = 0) -> np.ndarray:
@@ -306,7 +306,7 @@ def test_a_question_is_about_its_passage_and_is_not_a_copy() -> None:
 def test_the_spectrum_is_the_laws() -> None:
     variance_D = Law().deviations(WIDTH) ** 2
     assert variance_D.sum() == pytest.approx(1, abs=1e-5) and (np.diff(variance_D) < 0).all()
-    # Words and noise have one spectrum, so a sum of them has it too; frequent words leave some slack.
+    # Words and noise have the same spectrum, and so has their sum; the tolerance allows for frequent words.
     measured_D = passages(2 * CHUNK).var(axis=0)
     assert np.abs(measured_D[8:] / measured_D[8:].sum() - variance_D[8:] / variance_D[8:].sum()).sum() < 0.1
 
@@ -318,6 +318,6 @@ def test_neighbours_are_where_those_of_real_embeddings_are() -> None:
     np.testing.assert_allclose(
         np.median(score_QF[:, [1, 5, 10, 100]], axis=0), [0.430, 0.346, 0.314, 0.197], atol=0.035
     )
-    # And they come nearer as there are more, or an index over many would be measured on another task.
+    # With more vectors neighbours are nearer; otherwise an index over many would be measured on another task.
     few = neighbours(vectors_ND[:50], vectors_ND[50:550], (5,))
     assert few[0, 1] < neighbours(vectors_ND[:50], vectors_ND[50:], (5,))[0, 1] - 0.03

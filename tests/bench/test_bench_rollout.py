@@ -1,4 +1,4 @@
-"""`thresher bench rollout` at tiny sizes: both sides do the same work, a wrong log-prob stops it, a peer may fail."""
+"""Test `thresher bench rollout` at tiny sizes: both sides do equal work, a wrong log-prob stops it, a peer may fail."""
 
 import json
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ def test_the_rollout_writes_the_shape_and_agrees_with_both_models(
     assert work.forwards and work.prefilled and 0 < work.prefilled <= shape.asked
     gaps = prove(setting, work.written, theirs.logits)
     assert gaps.keys() == {"recomputed", "peer"} and 0 < max(gaps.values()) <= LARGEST_GAP
-    # what has to be fed: for every question each prefix that something follows, once
+    # the tokens to compute: for every question each prefix that is continued, once
     prefixes = {
         (tuple(one.ids[: shape.question]), tuple(one.ids[:end]))
         for one in work.written
@@ -131,7 +131,7 @@ def test_nothing_is_timed_that_is_wrong(settings: dict[str, RolloutSetting], the
 def test_each_of_their_calls_continues_each_context(
     settings: dict[str, RolloutSetting], theirs: HuggingFace, monkeypatch: pytest.MonkeyPatch, call: str, copies: int
 ) -> None:
-    """Greedily, and against our own model: the padding, the mask and the order of the answers are right."""
+    """Greedy samples are compared with our own model, which checks padding, mask and the order of the answers."""
     setting, sampling = settings["rag"], sides._sampling
 
     def greedy(tokens: int, **more: int) -> Any:
@@ -163,11 +163,11 @@ def test_their_sides_play_every_shape(
     work = side.run()  # `play` checks the lengths
     assert work.prefilled is not None and work.forwards is not None
     if call == "generate":
-        assert work.prefilled == shape.asked  # resubmitted, and once for each sample
+        assert work.prefilled == shape.asked  # contexts are resubmitted, once per sample
         side.samples_a_call = shape.group
         assert side.run().forwards == work.forwards * shape.questions
     else:
-        assert shape.samples < work.prefilled < shape.asked  # a group's prompt once
+        assert shape.samples < work.prefilled < shape.asked  # a group's prompt is computed once
 
 
 def test_the_number_of_samples_a_call_is_what_takes_the_least(
@@ -224,7 +224,7 @@ def test_sides_take_turns_and_a_peer_may_leave() -> None:
     assert len(found.ours) == len(found.peers["good"]) == 3
     assert found.failures == {"bad": "ValueError: no more"} and "bad" not in found.peers
     found = Rounds()
-    take_turns(Side("ours", order), [], 3, 0.0, found)  # no time: one round in any case
+    take_turns(Side("ours", order), [], 3, 0.0, found)  # without time there is still one round
     assert len(found.ours) == 1
 
 
@@ -234,7 +234,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_shape_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One peer fails, in all shapes but one: the rows of the other, and ours beside the failure, are there."""
+    """One peer fails in all shapes but one; the rows of the other, and our figures next to the failure, are present."""
 
     def broken(self: HuggingFace, contexts: list[list[int]], copies: int, tokens: int) -> list[list[int]]:
         if tokens == 5:
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pyt
 
 
 def test_the_floor_counts_by_hand() -> None:
-    """One layer, no shared samples: three tokens fed at positions 0, 1, 2, two drawn."""
+    """One layer, no shared samples: three tokens are computed at positions 0, 1, 2, and two are sampled."""
     sizes = replace(SIZES, num_hidden_layers=1)
     shape = RolloutShape(name="one", sizes=sizes, questions=1, group=1, question=2, turns=(2,))
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48  # q, k and v, o, MLP

@@ -1,4 +1,4 @@
-"""`thresher bench rollout --shape tail` at tiny sizes: its counts are those of planning/tail.py, or it stops."""
+"""Test `thresher bench rollout --shape tail` at tiny sizes: its counts equal those of planning/tail.py, or it stops."""
 
 import json
 from collections import Counter
@@ -97,7 +97,7 @@ def test_seconds_are_fitted_to_counts() -> None:
 
 @pytest.mark.slow
 def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With seconds that follow from the counts, both ratios are the predicted one."""
+    """If the seconds follow from the counts, both ratios equal the predicted one."""
     play, proved = TailSide.play, list[Written]()
 
     def timed(side: TailSide, way: Way) -> Played:

@@ -1,4 +1,4 @@
-"""`thresher bench step` at small sizes: that it runs, what it refuses, and what its rows say. Not its figures."""
+"""Test `thresher bench step` at small sizes: that it runs, its refusals, and its rows, but not its figures."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def at_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fixed_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps last 8 s, 3 of them in the rollout, and 16 s, 6 of them there, in turns; half of it on the CPU."""
+    """Make steps last 8 s, 3 of them in the rollout, and 16 s, 6 of them there, in turns; half of it is CPU time."""
     passing = {
         "perf_counter": (1.0, 3.0, 5.0, 1.0, 6.0, 10.0),
         "process_time": (0.5, 1.5, 2.5, 0.5, 3.0, 5.0),
@@ -93,7 +93,7 @@ def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: N
 @pytest.mark.slow
 def test_rows_are_appended_and_a_spent_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
     out = tmp_path / "step.jsonl"
-    out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
+    out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row in an earlier form
     for name in SMALL:
         assert run_step_bench(StepBench(shape=name, peer="none", steps=50, budget=0.0), out)["steps"] == 1
     assert [row["shape"] for row in rows_of_steps(out)] == list(SMALL)
@@ -217,7 +217,7 @@ def test_make_appends_where_the_command_does() -> None:
 
 
 def test_another_family_has_a_panel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one shape: from before rows had a family, of its own family, and of Qwen3.5, the last of each."""
+    """Rows of one shape have no family, as in older files, its own family, or Qwen3.5; the last of each is drawn."""
     axes = pytest.importorskip("matplotlib.axes").Axes
     from thresher.bench.plots import draw_step
 

@@ -1,4 +1,4 @@
-"""`thresher bench train` at small sizes: what it refuses, its rewards and evaluations, and, with TRL, a whole run."""
+"""Test `thresher bench train` at small sizes: its refusals, rewards and evaluations, and, with TRL, a whole run."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from thresher.policy.model import hf_views
 
 STEPS, NAMES = 2, ("Ann", "Bob", "Cleo")
 Make = Callable[..., Recipe]
-# `reading` with a reward that random weights earn: the letters of the answer, each once.
+# `reading` with a reward that random weights earn: the number of distinct letters of the answer.
 LETTERS = """
 from dataclasses import replace
 from thresher.engine.systems import reading
@@ -46,7 +46,7 @@ def system(options):
 
 @pytest.fixture
 def recipe_file(tiny_model_folder: Path, tmp_path: Path) -> Path:
-    """A recipe of two steps of `reading`, two questions with three samples each."""
+    """Write a recipe of two steps of `reading`, with two questions of three samples each."""
     for part in ("train", "dev"):
         records = [
             {

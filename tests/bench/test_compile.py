@@ -1,4 +1,4 @@
-"""`thresher bench compile`: on our kernels, on kernels with one fault each, and the parts that need no compiler run."""
+"""Test `thresher bench compile` on our kernels and on kernels with one fault each, and its parts without a compiler."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-# the command, run once on all our kernels and once on the toys, in processes of its own
+# the command, run once on all our kernels and once on the toys, in separate processes
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ def run(folder: Path, *arguments: str) -> Run:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The command as it is, every module of kernels; a process for each target, for they take half a minute each."""
+    """Run the command on every module of kernels, in a process per target, because each takes half a minute."""
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(lambda name: run(tmp_path_factory.mktemp(name), "--target", name), TARGETS)
     return Run(
@@ -64,7 +64,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The command on toy_kernels.py."""
+    """Run the command on toy_kernels.py."""
     return run(tmp_path_factory.mktemp("toys"), "--module", "toy_kernels")
 
 
@@ -110,7 +110,7 @@ def test_the_command_refuses(
 
 @pytest.mark.slow
 def test_another_triton_is_found_by_its_folder(tmp_path: Path) -> None:
-    """A stand-in for one that was unpacked: it is imported in place of the installed one, by a process of its own."""
+    """A stand-in for an unpacked Triton is imported instead of the installed one, in a separate process."""
     package = tmp_path / "other" / "triton"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ModuleNotFoundError('the other Triton, from ' + __file__)\n")
@@ -166,7 +166,7 @@ ptxas-blackwell info    : Used 255 registers, used 1 barriers, 1040 bytes cumula
 
 
 def test_the_logs_of_both_assemblers_are_read() -> None:
-    """Triton 3.9 compiles for sm_90 with another ptxas than for sm_80, 3.6 and 3.7 with one for both."""
+    """Triton 3.9 compiles for sm_90 with another ptxas than for sm_80; 3.6 and 3.7 use one for both."""
     plain = compiler.read_figures(OLD, ".reqntid 256\n mma.sync.aligned.m16n8k16", 65536)
     assert (plain.registers, plain.stack, plain.threads, plain.matrix) == (128, 0, 256, ("mma",))
     assert (plain.static_shared, plain.dynamic_shared, plain.shared) == (64, 65536, 65600)
@@ -186,7 +186,7 @@ def test_the_logs_of_both_assemblers_are_read() -> None:
 
 
 def listed() -> dict[tuple[str, str], Specialisation]:
-    """What the modules list: (kernel, target) -> specialisation; no two share a pair."""
+    """Return what the modules list, (kernel, target) -> specialisation; no two share a pair."""
     entries = [entry for module in triton_modules() for entry in specialisations_of(module)]
     pairs = [((e.name, t.name), e) for e in entries for t in TARGETS.values() if t.capability in e.capabilities]
     assert len(dict(pairs)) == len(pairs) > 4
@@ -218,7 +218,7 @@ def test_every_specialisation_has_a_sound_row_for_each_of_its_targets_and_is_in_
 
 VOCABULARY = 151_665  # the trainer's, an odd number
 
-# Beside vectors: the block and slot of a row, an element of dw, and a program's part of it, written once.
+# Accesses other than vectors: the block and slot of a row, an element of dw, and a program's part of it, written once.
 SINGLE = {"rope": {"loads 4": 2}, "norm's dw": {"stores 2": 1}, "heads' norm's gradient": {"stores 4": 2}}
 
 
@@ -227,7 +227,7 @@ def of_modules(ours: Any, *modules: str) -> dict[tuple[str, str], Any]:
 
 
 def accesses(row: Any, *kinds: str) -> Counter[str]:
-    """ "loads 16" -> how many instructions of all the code load so many bytes, and so on."""
+    """Count the accesses in all the code: "loads 16" -> the number of instructions that load 16 bytes, and so on."""
     found: Counter[str] = Counter()
     for part in ("prologue", "loop", "epilogue"):
         for kind in kinds:
@@ -250,7 +250,7 @@ def test_a_layers_kernels_load_and_store_16_bytes(ours: Any) -> None:
 
 @pytest.mark.slow
 def test_exponentials_are_stored_in_whole_vectors(ours: Any) -> None:
-    """At the trainer's vocabulary, whose rows are padded for it."""
+    """The vocabulary is the trainer's, whose rows are padded for whole vectors."""
     rows = of_modules(ours, "coefficients_triton", "head_triton")
     stores = {
         key: accesses(row, "stores")
@@ -269,7 +269,7 @@ def test_exponentials_are_stored_in_whole_vectors(ours: Any) -> None:
 
 @pytest.mark.slow
 def test_keys_and_values_come_in_16_bytes(ours: Any) -> None:
-    """Into shared memory, while others are computed with; what else a step loads are places of blocks."""
+    """They are copied into shared memory while others are in use; the other loads of a step are block indices."""
     rows = of_modules(ours, "decode_triton", "cascade_triton", "prefill_triton")
     reading = {key: row["code"]["loop"] for key, row in rows.items() if not key[0].startswith("merge")}
     assert len(reading) > 30
@@ -297,7 +297,7 @@ def test_each_fault_is_found_and_what_is_sound_passes(toys: Any, target: str, in
         assert f"{kernel} for {target} {row[kernel]['faults'][0]}" in toys.complaint
     for kernel in ("sound", "sound product", "few rows", "spilling once", "wide"):
         assert row[kernel]["faults"] == []
-    assert row["sound"]["figures"]["matrix"] == [] and row["few rows"]["figures"]["matrix"] == ["mma"]  # a wgmma: 64
+    assert row["sound"]["figures"]["matrix"] == [] and row["few rows"]["figures"]["matrix"] == ["mma"]  # wgmma: 64 rows
     assert row["few rows"]["maxnreg"] == 64 >= row["few rows"]["figures"]["registers"]
     product = row["sound product"]["figures"]
     assert product["matrix"] == [instruction] and product["threads"] == 128
@@ -308,7 +308,7 @@ def test_each_fault_is_found_and_what_is_sound_passes(toys: Any, target: str, in
     once, looping = row["spilling once"]["code"], row["spilling"]["code"]
     assert once["loops"] == [] and once["epilogue"]["spill_stores"] > 0 and len(looping["loops"]) == 1
     assert looping["loop"]["spill_stores"] + looping["loop"]["spill_loads"] > 0
-    # 1,024 float32 by 128 threads: two vectors of four each; and by scalars, where a mask may cut any of them off
+    # 1,024 float32 over 128 threads: two vectors of four each, but scalars where a mask may cut off any of them
     wide, narrow = (row[kernel]["code"]["epilogue"] for kernel in ("wide", "narrow"))
     assert wide["loads"] == wide["stores"] == {"16": 2} and narrow["loads"] == narrow["stores"] == {"4": 16}
     sprawling = row["sprawling"]
@@ -317,7 +317,7 @@ def test_each_fault_is_found_and_what_is_sound_passes(toys: Any, target: str, in
 
 @pytest.mark.slow
 def test_the_toys_end_in_one_line_and_leave_nothing_in_the_cache(toys: Any) -> None:
-    """Nor is anything taken from it: a kernel that is found there leaves no log to read."""
+    """Nothing is read from the cache either, because a cached kernel leaves no log to read."""
     assert toys.status == 1 and toys.left_in_cache == []
     assert toys.complaint.startswith("thresher: ") and toys.complaint.count("\n") == 1
     assert "sound" not in toys.complaint
@@ -384,7 +384,8 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_several_cubins_as_one_read_as_they_do_by_themselves(tmp_path: Path) -> None:
-    """Products in loops, spills, and neither; each with its own number of instructions. All for one GPU."""
+    """The kernels have products in loops, spills, or neither, and different numbers of instructions. Cubins are merged
+    per GPU."""
     read = said(("-c", READ), tmp_path, HERE)
     assert read["together"] == read["alone"]
     assert len(read["alone"]) == 6 == len(set(read["alone"]))

@@ -1,4 +1,4 @@
-"""`bench delta`: a row of both sides, held to float64; a peer that is not there; and a result that is wrong."""
+"""Test `bench delta`: a row of both sides, compared with float64; a missing peer; and a wrong result."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The runner of `make gpu-check` with parts that need no GPU: what fails or hangs costs its own part alone."""
+"""Test the runner of `make gpu-check` with parts that need no GPU: a part that fails or hangs affects no other."""
 
 import ast
 import json
@@ -85,7 +85,7 @@ def test_each_part_ends_on_its_own_and_what_it_measured_is_kept(
     started, before = (
         time.monotonic(),
         signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )  # as a shell's background job has it
+    )  # as in a shell's background job
     try:
         outcomes = run_gpu_check(on_a_gpu / "results", 300)
     finally:
@@ -224,7 +224,7 @@ def test_a_broken_context_and_a_test_that_hangs_cost_one_test(workers: int, tmp_
     done = subprocess.run(
         [sys.executable, *words, str(tmp_path)],
         cwd=tmp_path,
-        # these tests' own worker is not a worker there
+        # the inner pytest must not run as a worker of this one
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -252,7 +252,7 @@ def test_the_first_commands_of_a_user_run(tmp_path: Path) -> None:
 
 
 def test_racecheck_sees_every_file_of_kernels() -> None:
-    """By tests that are there, and that are one case each."""
+    """The tests that it names exist, and have one case each."""
     root = Path(__file__).parents[1] / "kernels"
     files = set()
     for name in RACED:
@@ -267,7 +267,7 @@ def test_racecheck_sees_every_file_of_kernels() -> None:
 def test_its_commands_are_commands(
     part: CheckPart, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where there is no GPU they get as far as finding that out."""
+    """Without a GPU the commands run until they find that there is none."""
     if torch.cuda.is_available():
         pytest.skip("it would run")
     arguments = [argument for argument in part.command[3:] if argument not in ("--out", "{out}")]

@@ -1,4 +1,4 @@
-"""Test that a disassembly is cut into prologue, loops and epilogue, and the predictions that follow, by hand."""
+"""Test how a disassembly is cut into prologue, loops and epilogue, and the predictions from it, by hand."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from thresher.kernels.registry import ProgramWork, Specialisation
 
 
 def code(*lines: str) -> Code:
-    """A disassembly: a line that begins with ".L" is a label, any other an instruction."""
+    """Return a disassembly; a line that begins with ".L" is a label, any other an instruction."""
     text, address = ".text._kernel:\n", 0
     for line in lines:
         if line.startswith(".L"):
@@ -90,7 +90,7 @@ def test_a_call_that_returns_is_a_subroutine_and_one_that_does_not_is_a_jump() -
     ("lines", "said"),
     [
         (("LDG.E.128 R4, [R2.64]", "STG.E.128 [R2.64], R4"), ()),
-        (("LDG.E.128 R4, [R2.64]", "LDG.E R1, [R2.64]"), ()),  # one scalar beside a vector
+        (("LDG.E.128 R4, [R2.64]", "LDG.E R1, [R2.64]"), ()),  # one scalar next to a vector
         (("LDG.E.64 R4, [R2.64]", "LDG.E.128 R1, [R2.64]"), ("loads (1 of 8 bytes)",)),
         (("LDGSTS.E.BYPASS.LTC128B.128 [R4], [R2.64]", "STG.E.U16 [R2.64], R4"), ("stores (1 of 2 bytes)",)),
         (("LDGSTS.E [R4], [R2.64]", "STG.E.U8 [R2.64], R4"), ("loads (1 of 4 bytes)", "stores (1 of 1 bytes)")),
@@ -133,19 +133,19 @@ def entry(**changes: Any) -> Specialisation:
     return Specialisation(name="toy", kernel=None, signature={}, constants={}, **changes)
 
 
-COPIES = region(100, {16: 8}, {16: 8})  # 8 x 16 bytes x 128 threads = 16 KiB a trip
+COPIES = region(100, {16: 8}, {16: 8})  # 8 x 16 bytes x 128 threads = 16 KiB per trip
 SM80, SM90 = TARGETS["sm_80"], TARGETS["sm_90"]
 
 
 @pytest.mark.parametrize(
     ("changes", "loop", "shared", "bytes_a_program"),
     [
-        ({"num_stages": 3}, COPIES, 48 * 1024, 2 * 16 * 1024),  # two stages of three are on the way
+        ({"num_stages": 3}, COPIES, 48 * 1024, 2 * 16 * 1024),  # two stages of three are in flight
         ({"num_stages": 4}, COPIES, 64 * 1024, 3 * 16 * 1024),
         ({"num_stages": 3}, region(100, {16: 32}, {16: 32}), 48 * 1024, 48 * 1024),  # several trips in one pass
-        ({"num_stages": 3}, region(0), 48 * 1024, 48 * 1024),  # all trips unrolled: two buffers, both on the way
+        ({"num_stages": 3}, region(0), 48 * 1024, 48 * 1024),  # all trips unrolled: two buffers, both in flight
         ({"num_stages": 3, "tile_bytes": 8192}, COPIES, 48 * 1024, 2 * 8192),  # as declared
-        ({"num_stages": 3}, region(100, {16: 2, 4: 1}), 0, 128 * 36),  # through registers: a pass of the loop
+        ({"num_stages": 3}, region(100, {16: 2, 4: 1}), 0, 128 * 36),  # through registers: one pass of the loop
     ],
 )
 def test_bytes_in_flight(changes: dict[str, Any], loop: Region, shared: int, bytes_a_program: int) -> None:
@@ -168,7 +168,7 @@ def test_what_little_s_law_asks_for_is_that_of_the_fastest_memory() -> None:
 
 
 def test_a_chip_s_peak_is_its_multiprocessors_at_their_clock() -> None:
-    """1,024 and 2,048 multiply-adds a cycle of tensor cores: the data sheets agree with themselves."""
+    """Tensor cores do 1,024 and 2,048 multiply-adds per cycle, so the data sheets are consistent."""
     for chip in CHIPS.values():
         a_cycle = 2 * (1024 if chip.capability == 80 else 2048)
         assert chip.sms * a_cycle * chip.clock_hz == pytest.approx(chip.flops_per_s, rel=2e-3)
@@ -219,12 +219,12 @@ def test_where_no_block_fits_nothing_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("registers", "threads", "kib", "on_80", "on_90"),
     [
-        (32, 256, 0, 8, 8),  # as many threads as there may be
-        (16, 32, 0, 32, 32),  # as many blocks
+        (32, 256, 0, 8, 8),  # the limit of threads
+        (16, 32, 0, 32, 32),  # the limit of blocks
         (128, 256, 0, 2, 2),
         (129, 256, 0, 1, 1),  # 136 are allocated
         (168, 128, 0, 3, 3),  # 12 warps, and not the 65,536 // 21,504 of a file without quarters
-        (216, 32, 0, 8, 8),  # 2 a scheduler; 9 would fit an undivided file
+        (216, 32, 0, 8, 8),  # 2 per scheduler; 9 would fit an undivided register file
         (255, 128, 0, 2, 2),
         (32, 128, 64, 2, 3),
         (32, 128, 81, 2, 2),  # with the driver's KiB exactly half of 164

@@ -1,4 +1,4 @@
-"""Kernels of which each has one thing wrong with it, or none: what `thresher bench compile` is shown in its tests."""
+"""Kernels with one fault each, or none, for the tests of `thresher bench compile`."""
 
 import triton
 import triton.language as tl
@@ -70,10 +70,10 @@ def specialisations():
     return (
         rows("sound", double, 1024),
         product("sound product", "*bf16", 64, 128, tensor_cores=True),
-        rows("spilling", drift, 32768),  # 256 values a thread, which has 255 registers
+        rows("spilling", drift, 32768),  # 256 values per thread, which has 255 registers
         rows("spilling once", centre, 32768),
         rows("wide", centre, 1024, wide=True, work=ProgramWork(flops=0, bytes=8192)),
-        rows("narrow", double, 2048, wide=True),  # a mask of a count that nothing is known about
+        rows("narrow", double, 2048, wide=True),  # a mask by a count of which no divisor is known
         product("few rows", "*bf16", 16, 128, tensor_cores=True, wgmma=False, maxnreg=64),
         product("sprawling", "*bf16", 64, 128, tensor_cores=True, num_stages=12),
         product("inexact", "*fp32", 64, 32),

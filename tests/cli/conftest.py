@@ -1,4 +1,4 @@
-"""A finished folder for the commands."""
+"""A finished folder for the tests of commands."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from cli_cases import finished_folder
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed."""
+    """Make the folder once; a test must not change it."""
     return finished_folder(tmp_path_factory.mktemp("whole"))

@@ -1,7 +1,7 @@
-"""The command line: a class is a command and its fields are flags; all of it is frozen; a mistake ends in one sentence.
+"""Tests of the command line: a class is a command, its fields are flags; all of it is frozen; an error is one sentence.
 
 command_line.txt lists every command and flag, with its kind and its default: `COMMAND FLAG facts`, where COMMAND means
-every command and facts that argparse takes for granted are left out. The failing test spells out a new flag's line.
+every command, and argparse's default facts are left out. The failing test prints the line of a new flag.
 """
 
 import argparse
@@ -41,7 +41,7 @@ HEAVY = {"torch", "transformers", "trl", "datasets", "faiss", "tokenizers", "mat
 
 
 def leaves(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """(name, parser) of every command, in the order of --help."""
+    """Yield (name, parser) of every command, in the order of --help."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield name, parser
@@ -55,7 +55,7 @@ def groups(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.Argument
 
 
 def spelled(action: argparse.Action) -> str:
-    """An argument in one line: its name, and what it takes."""
+    """Return an argument in one line: its name, and what it accepts."""
     facts = [(action.option_strings or [action.dest])[0]]
     if action.option_strings and facts[0] != f"--{action.dest.replace('_', '-')}":
         facts.append(f"dest={action.dest}")
@@ -102,7 +102,7 @@ def test_every_flag_says_what_it_means_and_its_default() -> None:
 
 
 def test_a_default_that_is_spelt_out_is_the_flags_own() -> None:
-    """ "default: 5" in a help text, written by hand, against what argparse takes."""
+    """Compare "default: 5" in a help text, written by hand, with argparse's default."""
     checked = 0
     for name, parser in leaves(cli.build_parser()):
         for action in parser._actions:
@@ -132,7 +132,7 @@ def test_the_example_of_every_help_is_a_command() -> None:
         ("index", "index expects one of plan, build, hybrid, search, check; thresher index --help says what they do"),
         ("train", "train needs recipe and --out; thresher train --help says what they are"),
         ("train r.toml --otu x", "train has no --otu; did you mean --out?"),
-        ("train r.toml --res --out x", "train has no --res; did you mean --resume?"),  # abbreviations are none
+        ("train r.toml --res --out x", "train has no --res; did you mean --resume?"),  # abbreviations are not allowed
         ("train r.toml --zzzzzzz", "train has no --zzzzzzz; expected one of --help, --set, "),
         ("--jsn train", "thresher has no --jsn; "),
         ("train r.toml --out x --device cdua", "--device: expected cpu or cuda, got cdua; did you mean cuda?"),
@@ -192,9 +192,9 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tr", {"train", "train-encoder"}),
         ("index bu", {"build"}),
         ("index build --corp", {"--corpus"}),
-        ("train r.toml --out runs/index --res", {"--resume", "--resume-from"}),  # a value is no command
+        ("train r.toml --out runs/index --res", {"--resume", "--resume-from"}),  # a value is not a command
         ("train r.toml --device c", {"cpu", "cuda"}),
-        ("train recipes/", set()),  # files are the shell's
+        ("train recipes/", set()),  # the shell completes files
     ],
 )
 def test_bash_completes(completion: Path, typed: str, expected: set[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_class_is_a_command_and_its_fields_are_flags(capsys: pytest.CaptureFix
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """`thresher --help` imports every command's file, and so none of them may import its work at the top."""
+    """`thresher --help` imports every command's file; none of them may import its heavy modules at the top."""
     check = (
         "import sys; from thresher.cli.main import build_parser; build_parser().format_help(); "
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"
@@ -288,7 +288,7 @@ def test_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert cli.run([]) == 2 and capsys.readouterr().err == "thresher: file: what is wrong\n"
     ends(KeyboardInterrupt())
     assert cli.run([]) == 130 and capsys.readouterr().err.startswith("thresher: interrupted; nothing is kept")
-    ends(RuntimeError("ours"))  # leaves Python with a trace and status 1
+    ends(RuntimeError("ours"))  # leaves Python with a traceback and status 1
     with pytest.raises(RuntimeError, match="ours"):
         cli.run([])
 
@@ -296,7 +296,7 @@ def test_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_a_chain_of_commands_goes_through_the_parser(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`demo` and the studies get a function that runs a command from its arguments, and whose errors are raised."""
+    """`demo` and the studies get a function that runs a command from its arguments and raises its errors."""
     chains: list[Any] = []
     monkeypatch.setattr(demo, "demo", lambda out, plan, run, say: chains.append(run) or stop())
 
@@ -317,7 +317,7 @@ LAPTOP = str(Path(recipes.__file__).with_name("search_r1") / "laptop.toml")
 
 
 def test_a_sentence_holds_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
-    """Escapes of a path and of --set, and a name that is not UTF-8; in the JSON the sentence is exact."""
+    """Escape codes in a path and in --set, and a name that is not UTF-8, are escaped; in JSON the sentence is exact."""
     evil = "x\x1b]0;title\x07\u202e"
     for words in (
         ["report", evil],

@@ -1,4 +1,4 @@
-"""`thresher data convert`, `check` and `show`, as a person types them."""
+"""Tests of `thresher data convert`, `check` and `show`, called with the words that a person types."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ Say = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """say(*words) -> status, what was printed, what was complained of; run beside the two files."""
+    """Return say(*words) -> status, output, errors; it runs next to the two files."""
     monkeypatch.chdir(tmp_path)
     Path("nq.jsonl").write_text(NQ)
     Path("hotpot.json").write_text(json.dumps(HOTPOT))
@@ -63,8 +63,8 @@ def test_convert_check_and_show(say: Say) -> None:
 
 
 def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned is about what is written, indented or not; a part of the questions needs a part of the room, and a corpus
-    that has none leaves no questions either."""
+    """The planned size is close to the written size, indented or not; part of the questions needs part of the space,
+    and a corpus that does not fit leaves no questions either."""
     records = [
         {**HOTPOT[0], "_id": f"{number}", "context": [["One", ["1."]], [f"Öd {number}", [f"{number}. " * 50]]]}
         for number in range(900)
@@ -115,5 +115,5 @@ def test_sets_with_a_question_in_common_are_refused(say: Say) -> None:
         write("test.jsonl", test)
         status, _, said = say("check", "train.jsonl", "dev.jsonl", "test.jsonl")
         assert status == 2 and f"test.jsonl: question {test[0]} is in {twice}.jsonl too; give" in said
-    write("test.jsonl", ("0", "Why?"), ("y", "How?"))  # the row's number, as where no id is given
+    write("test.jsonl", ("0", "Why?"), ("y", "How?"))  # the row's number, as without an id
     assert say("check", "train.jsonl", "test.jsonl")[0] == 0

@@ -1,5 +1,5 @@
-"""Commands on a disk that is full, or that takes no more than so many bytes of a file: one sentence, nothing half
-written under a name that counts, and the same command goes on once there is room."""
+"""Tests of commands on a full disk, or with a limit on the size of a file: the error is one sentence, no partial output
+has a final name, and the same command continues once there is space."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
     message = capsys.readouterr().err
     assert status in ((2,) if size == 0 else (0, 2)), message
     if status == 0:
-        return  # it all fits
+        return  # the disk is large enough
     assert message.startswith("thresher: ") and message.count("\n") == 1, message
     assert "cannot " in message and "File too large" in message and str(here / "out") in message, message
     resumes = to_be_resumed(command[0], here / "out") or (name == "rollout" and not (here / "out").exists())

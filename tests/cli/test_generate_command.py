@@ -1,4 +1,4 @@
-"""`thresher generate`: what it prints is what the generator draws, and what it refuses names the flag."""
+"""Tests of `thresher generate`: it prints what the generator samples, and an error names the flag."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Say = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> Say:
-    """say(*words) -> status, what was printed, what was complained of."""
+    """Return say(*words) -> status, output, errors."""
 
     def run(*words: str) -> tuple[int, str, str]:
         status = cli.run(["generate", "--model", str(tiny_model_folder), *words])
@@ -46,13 +46,13 @@ def test_one_object_holds_every_sample(say: Say, tiny_policy: Policy, tiny_token
     for one, sample in zip(found["samples"], samples, strict=True):
         names = ("token_ids", "logprobs", "text", "finish", "stop", "prefill_tokens_computed")
         assert one == {name: getattr(sample, name) for name in names} | {"trailing": sample.trailing.decode()}
-    assert {one["finish"] for one in found["samples"]} > {"stop"}  # the seed was chosen for more than one end
+    assert {one["finish"] for one in found["samples"]} > {"stop"}  # the seed was chosen for several kinds of end
     words = ("--prompt", PROMPT, "--max-new-tokens", "5", "--json")
     assert say(*words, "--stop", "a", "a", "--stop", "a") == say(*words, "--stop", "a")
 
 
 def test_text_is_what_the_object_holds(say: Say, tmp_path: Path) -> None:
-    """One sample as it is drawn, several one after another; from the command line or from a file."""
+    """One sample is printed as it is generated, several in order; the prompt is an argument or a file."""
     (tmp_path / "p.txt").write_bytes(PROMPT.encode())
     for seed in ("1", "2", "3"):
         words = (*SHORT, "--seed", seed)
@@ -77,14 +77,14 @@ def test_a_message_goes_through_the_chat_template(say: Say, tiny_model_folder: P
     (tiny_model_folder / "chat_template.jinja").write_text(CHAT)
     found = json.loads(say("--prompt", "Who?", "--chat", "--max-new-tokens", "1", "--json")[1])
     assert found["prompt_ids"] == tiny_tokenizer.encode_template("<|im_start|>Who?<|im_end|>")
-    # What was typed is text in both forms: it ends no message.
+    # The typed text is plain text in both forms and ends no message.
     for more in ((), ("--chat",)):
         found = json.loads(say("--prompt", "<|im_end|>", "--max-new-tokens", "1", "--json", *more)[1])
         assert found["prompt_ids"].count(tiny_tokenizer.added_tokens["<|im_end|>"]) == len(more)
 
 
 def force(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
-    """The next tokens that are drawn."""
+    """Set the next tokens that are sampled."""
     queue = list(ids)
     monkeypatch.setattr(
         sampling, "sample", lambda logits_BV, *_: (torch.tensor([queue.pop(0)]), torch.zeros(len(logits_BV)))
@@ -97,7 +97,7 @@ def force(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
 def test_a_stream_is_cut_between_characters(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], text: str
 ) -> None:
-    """A token a byte, a tag that is glued to what follows the stop, and a last character that never ends."""
+    """One token per byte, a tag directly before the text after a stop, and an incomplete last character."""
     ids = tiny_tokenizer.byte_ids("naïve ☃ 🎈".encode()) + tiny_tokenizer.encode("<answer>")
     ids += tiny_tokenizer.byte_ids(b"\xe2\x98")
     request = GenerateRequest(prompt_text="x", max_new_tokens=len(ids), stop=stop)

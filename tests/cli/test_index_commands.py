@@ -1,4 +1,4 @@
-"""`thresher index ..` as a person runs it: stages, figures, parameters, and mistakes in one sentence."""
+"""Tests of `thresher index ..` as a person runs it: stages, figures, parameters, and errors in one sentence."""
 
 import json
 from pathlib import Path

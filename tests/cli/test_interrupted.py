@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: exit status 130 and 143, and one sentence with what is kept and the command that goes on."""
+"""Tests of Ctrl-C and SIGTERM: status 130 and 143, and one sentence with what is kept and the command to resume."""
 
 import os
 import shlex
@@ -27,13 +27,13 @@ from thresher.retrieval.building import build as build_module
 
 @pytest.fixture(autouse=True)
 def not_ignored() -> Iterator[None]:
-    """Ctrl-C, which a shell's background job ignores."""
+    """Enable Ctrl-C, which a shell's background job ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-# Command -> its words, what is called when the signal comes, the how-manieth time, what is kept, what goes on.
+# Command -> its words, the function and the call of it with which the signal arrives, the kept output, the flag.
 COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
     "rollout": (
         "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --max-num-seqs 1 --out {out}.jsonl",
@@ -124,7 +124,7 @@ with handle_signals(), defer_signals("the step is finished"):
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
-    """What is held is finished after the first, not after the second; SIGTERM twice is SIGTERM."""
+    """The first Ctrl-C lets the held block finish, the second does not; two SIGTERM end as one."""
     for numbers, seconds, status in (([2, 2], 60, 130), ([15, 15], 1, 1)):
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", SECOND, str(seconds)],
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         name = signal.Signals(numbers[0]).name
         assert process.stderr.readline() == f"{name}: the step is finished; Ctrl-C once more ends at once\n"
         process.send_signal(numbers[1])
-        assert process.wait(30) == status  # 1: nobody took Interrupted, which `held` raised when it ended
+        assert process.wait(30) == status  # 1: nothing caught Interrupted, which `held` raised when it ended
         assert ("Interrupted: SIGTERM" in process.stderr.read()) == (status == 1)
         process.stdout.close(), process.stderr.close()
 
@@ -147,7 +147,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 def test_under_torchrun_a_second_ctrl_c_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal sends it to the ranks and to torchrun, which then signals them once more: they go on to their end."""
+    """A terminal sends it to the ranks and to torchrun, which signals them a second time: they still finish."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     for under in (True, False):
@@ -168,7 +168,7 @@ def test_under_torchrun_a_second_ctrl_c_ends_nothing(
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(signals.Interrupted), signals.handle_signals(), signals.defer_signals("it is saved"):
         os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == ""  # rank 0 has said it
+    assert capfd.readouterr().err == ""  # rank 0 has printed it
 
 
 def test_a_signal_that_was_ignored_stays_so() -> None:
@@ -182,7 +182,7 @@ def test_a_signal_that_was_ignored_stays_so() -> None:
 
 
 class SignalledElement:
-    """A sequence in whose `__getitem__` Ctrl-C comes."""
+    """A sequence whose `__getitem__` raises SIGINT."""
 
     def __len__(self) -> int:
         return 1
@@ -215,7 +215,7 @@ def test_an_interruption_that_torch_replaces_by_an_error_is_one() -> None:
 
 
 def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path, tiny_model_folder: Path) -> None:
-    """Stages that are there are not run again; training resumes; another seed, or a finished demo, is refused."""
+    """Finished stages are not run again; training resumes; another seed, or a finished demo, is refused."""
     out, ran = tmp_path / "demo", []
     plan = DemoPlan(seed=3, set=("run.steps=1",))
 

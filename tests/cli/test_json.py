@@ -1,4 +1,4 @@
-"""With --json stdout is one object, whatever the command and however it ends; without it nothing changes."""
+"""Tests that with --json stdout is one object, for any command and outcome, and without it nothing changes."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from thresher.cli import main as cli
 from thresher.cli.parser import commands_of
 
 Run = Callable[..., tuple[int, Any, str]]
-# Command -> what is typed behind it, in this order; {at} is the folder, and the last words are keys of the object.
+# Command -> the words after it, in this order; {at} is the folder, and the last string lists keys of the object.
 SHOWN = {
     "init": ("--config {at}/config.json --tokenizer {at}/model --out {at}/init", "parameters out"),
     "import-gguf": ("{at}/m.gguf --out {at}/imported", "architecture parameters tokens out"),
@@ -43,7 +43,7 @@ SHOWN = {
     "data show": ("{at}/questions.jsonl --n 1", "questions skipped"),
     "data sft": ("--kind closed-book --questions {at}/questions.jsonl --out {at}/w.jsonl", "records out"),
     "data invent": ("--out {at}/world", "out"),
-    "data judge": ("--out {at}/contriever --steps 1", "out"),  # a name that says how vectors are made
+    "data judge": ("--out {at}/contriever --steps 1", "out"),  # a name that says how the vectors are made
     "train-encoder": (
         "--records {at}/contrasts.jsonl --model {at}/contriever --out {at}/recomp --steps 1",
         "records steps out",
@@ -54,7 +54,7 @@ SHOWN = {
     "bench roofline": ("--chip H100 --model 0.5B", "rows"),
     "bench loss": ("--device cpu --hidden 8 --vocab 40 --tokens 32 --density 50 --peers none --out {at}/l", "rows out"),
 }
-# Work that takes too long here, or a GPU: command -> (module, function) of it, what that returns, keys of the object.
+# Work that takes too long here, or needs a GPU: command -> (module, function), its result, keys of the object.
 LONG: dict[str, tuple[str, str, Any, str]] = {
     "bench step": ("thresher.bench.step", "run_step_bench", {"ours": 1}, "ours"),
     "bench train": ("thresher.bench.train", "run_train_bench", [{}], "rows"),
@@ -83,7 +83,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """run(*words) -> status, the object on stdout, what is on stderr."""
+    """Return run(*words) -> status, the object on stdout, the text on stderr."""
 
     def play(*words: str) -> tuple[int, Any, str]:
         capsys.readouterr()

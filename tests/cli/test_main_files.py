@@ -1,5 +1,5 @@
-"""Commands on files: what they make, and that whatever is wrong with a file, a folder or a recipe ends in one sentence
-and leaves everything as it was."""
+"""Tests of commands on files: their output, and that any error in a file, a folder or a recipe is one sentence and
+changes nothing."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from thresher.cli import main as cli
 
 @pytest.fixture
 def here(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it all, to be damaged at will; the recipe names the copy."""
+    """Copy the finished folder, so that a test can damage it; the recipe names the copy."""
     return recipe_in(shutil.copytree(finished, tmp_path / "here"))
 
 
@@ -27,7 +27,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture
 def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(*arguments) -> the sentence, once status and folder are as they should be."""
+    """Return refused(*arguments) -> the error sentence, after checking status and folder."""
 
     def refuse(*arguments: str) -> str:
         before = tree(here)
@@ -43,7 +43,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 
 
 def commands(here: Path) -> dict[str, list[str]]:
-    """The three that read a recipe, each into a folder that is not there yet."""
+    """Return the three commands that read a recipe, each with a new output folder."""
     return {name: [name, str(here / "recipe.toml"), "--out", str(here / "out")] for name in ("train", "eval", "sft")}
 
 
@@ -60,7 +60,7 @@ def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     for part in ("sft: 3 transcripts to train on, 1 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
         assert part in printed
-    # What was sampled can be scored, and searched for.
+    # The trajectories can be scored, and the index searched.
     score = ["score", "--system", "search_r1", "--transcripts", str(here / "answers" / "trajectories.jsonl")]
     assert cli.run([*score, "--out", str(here / "scores.jsonl")]) == 0
     ask = ["--index", str(here / "index"), "--queries", str(here / "questions.jsonl")]
@@ -119,7 +119,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def enlarge(here: Path) -> None:
-    """A tokenizer with more tokens than the model has columns."""
+    """Give the tokenizer more tokens than the model has columns."""
     texts = [{"text": f"{a}{b}{c}" * 3} for a in "abcde" for b in "fghij" for c in "klmno"]
     write(here / "texts.jsonl", *texts)
     made = ["init", "--config", str(here / "config.json"), "--train-tokenizer", str(here / "texts.jsonl")]
@@ -141,7 +141,7 @@ MODELS: list[tuple[Callable[[Path], None], str]] = [
 def test_a_damaged_model(
     here: Path, refused: Callable[..., str], damage: Callable[[Path], None], expected: str, command: str
 ) -> None:
-    (here / "model/hashes.json").unlink()  # as a model from elsewhere: with it, all of this is "damaged or changed"
+    (here / "model/hashes.json").unlink()  # with it, all of this is "damaged or changed"
     damage(here)
     assert expected in refused(*commands(here)[command])
 
@@ -157,7 +157,7 @@ def test_a_damaged_model(
                 ('{"id": "Anna Bell", "question": "Who?", "answer": "x"}', "jsonl:3: the id 'Anna Bell' was used"),
             )
         ),
-        ("train", '{"question": "Who?"}', "questions.jsonl:3: no gold answer"),  # an evaluation takes it
+        ("train", '{"question": "Who?"}', "questions.jsonl:3: no gold answer"),  # an evaluation accepts it
     ],
 )
 def test_a_malformed_question(here: Path, refused: Callable[..., str], command: str, line: str, expected: str) -> None:
@@ -179,7 +179,7 @@ def test_a_malformed_or_empty_corpus(here: Path, refused: Callable[..., str], co
     (here / "corpus.jsonl").write_text(content)
     build = ["index", "build", "--corpus", str(here / "corpus.jsonl"), "--out", str(here / "other")]
     assert expected in refused(*build)
-    # And an index of what the file held before is no longer an index of it.
+    # The index of the file's former contents no longer matches it.
     for command in ("train", "eval"):
         message = refused(*commands(here)[command])
         assert expected in message or "another corpus" in message

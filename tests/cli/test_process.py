@@ -1,4 +1,4 @@
-"""What a process decides before torch is loaded: how threads wait, and that freed memory is kept."""
+"""Tests of a process's settings before torch is loaded: how threads wait, and that freed memory is kept."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ def test_what_is_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is on Linux")
 def test_large_blocks_are_not_mapped_anew() -> None:
-    """48 MiB are 12,288 pages, each a fault where the block is a mapping of its own."""
+    """48 MiB are 12,288 pages, each a page fault if the block is a separate mapping."""
     if not set_malloc(*KEEP_MEMORY):
         pytest.skip("the C library is not glibc, or refuses")
     assert int(played(FAULTS, "prepared")) < 1000
@@ -112,7 +112,7 @@ leave(0)
 
 
 def test_an_exit_beside_a_search_that_nobody_waits_for_any_more_keeps_its_status() -> None:
-    """Regression: a thread that came back from torch while Python finalised aborted the process, with status 134."""
+    """Regression: a thread that returned from torch while Python finalised aborted the process, with status 134."""
     code = """
 import sys, threading, torch
 from thresher.cli.process import leave

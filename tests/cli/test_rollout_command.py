@@ -1,4 +1,4 @@
-"""`thresher rollout`: exact tokens with their log-probs, in a file that survives a kill and that `score` reads."""
+"""Tests of `thresher rollout`: exact tokens with log-probs, in a file that survives a kill and that `score` reads."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
-PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
+PROMPT = "<search> or <answer>: {question}\n"  # the tiny policy was taught to continue it
 Run = Callable[..., Path]
 
 
@@ -28,7 +28,7 @@ Run = Callable[..., Path]
 def words(
     tiny_model_folder: Path, tiny_index_folder: Path, tiny_questions: list[Question], tmp_path: Path
 ) -> list[str]:
-    """A rollout of seven questions that only wants an --out."""
+    """Return a rollout command of seven questions that lacks only --out."""
     asked = write_asked(tmp_path, tiny_questions)
     (tmp_path / "prompt.txt").write_text(PROMPT)
     where = ["--model", str(tiny_model_folder), "--index", str(tiny_index_folder), "--questions", str(asked)]
@@ -38,7 +38,7 @@ def words(
 
 @pytest.fixture
 def run(words: list[str], tmp_path: Path) -> Run:
-    """run(name, *more words) -> the file."""
+    """Return run(name, *more words) -> the file."""
 
     def once(name: str, *more: str) -> Path:
         assert cli.run([*words, *more, "--out", str(tmp_path / name)]) == 0
@@ -84,7 +84,7 @@ def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: P
     assert wide[:6] == stored(run("short.jsonl", "--n", "3", "--limit", "2"))
     first, second = stored(run("greedy.jsonl", "--n", "2", "--temperature", "0", "--limit", "1"))
     assert first["segments"] == second["segments"] and first["temperature"] == 0
-    (tmp_path / "questions.jsonl").write_text('{"question": "Who?"}\n')  # gold answers need not be there
+    (tmp_path / "questions.jsonl").write_text('{"question": "Who?"}\n')  # gold answers are optional
     (one,) = stored(run("out.jsonl"))
     assert one["golden_answers"] == [] and one["id"] == "0"
 
@@ -121,12 +121,12 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
     assert run("cut.jsonl", *sampling, "--resume", "--max-num-seqs", "4").read_bytes() == whole
     assert asked == [8, 1]  # the rest, and nothing twice
     assert run("cut.jsonl", *sampling, "--resume").read_bytes() == whole and asked == [8, 1]
-    assert run("new.jsonl", *sampling, "--resume").read_bytes() == whole  # nothing to go on with
+    assert run("new.jsonl", *sampling, "--resume").read_bytes() == whole  # there is no file to resume
 
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """refused(*words) -> the sentence; no file changes. Run in `tmp_path`."""
+    """Return refused(*words) -> the error sentence; no file changes. Runs in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
 
     def files() -> dict[Path, bytes]:
@@ -201,7 +201,7 @@ def test_logits_that_are_not_finite_are_refused_by_every_command_that_samples(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tiny_policy.embed_VH.mul_(100)
-    tiny_policy.norm.mul_(5e37)  # every weight is finite, and hardly a logit is
+    tiny_policy.norm.mul_(5e37)  # all weights are finite, but hardly any logit
     tiny_policy.save(tiny_model_folder)
     out, model = str(tmp_path / "out"), ["--model", str(tiny_model_folder)]
     index = ["--index", str(tiny_index_folder)]
@@ -241,7 +241,7 @@ def test_a_recipe_says_what_the_flags_do_not(
 def test_score_reads_the_file(
     words: list[str], system: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Given passages, gold indices and branches included."""
+    """Including given passages, gold indices and branches."""
     asked = tmp_path / "questions.jsonl"
     if load_system(system, {}).given_passages:
         passages = [{"id": "a", "title": "T", "text": "Anna Bell."}, {"id": "b", "title": "U", "text": "Carl Dorn."}]

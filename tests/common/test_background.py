@@ -1,4 +1,4 @@
-"""Calls made meanwhile: their results, in order; and an interrupt that waits for none of them."""
+"""Tests of background calls: their results, in order; and an interrupt that waits for none of them."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_an_interrupt_does_not_wait_for_a_search(
     script: Any, tiny_rollout: Make, tiny_questions: list[Question]
 ) -> None:
     class Away:
-        """Is asked, and Ctrl-C comes; answers when it is over."""
+        """A retriever that is interrupted by Ctrl-C in a search and answers after the end of the rollout."""
 
         elsewhere = True
 
@@ -66,7 +66,7 @@ def test_an_interrupt_does_not_wait_for_a_search(
             return [[] for _ in queries]
 
     script({0: ["<search>mayor</search>"]})
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     server = Away()
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What a person sees while a command runs."""
+"""Tests of the output that a person sees while a command runs."""
 
 import io
 import threading
@@ -26,7 +26,7 @@ SHOWN = r"a␛[2J\u202eb\u009bc\ud800"
 def test_nothing_printed_acts_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lines, tables and progress, on a terminal too, whose own colours stay."""
+    """Lines, tables and progress are escaped, also on a terminal, whose own colour codes stay."""
     written = io.StringIO()
     made = console.SafeConsole(file=written, highlight=False, width=200, force_terminal=True, color_system="standard")
     monkeypatch.setattr(console, "console", made)
@@ -52,7 +52,7 @@ def test_an_exact_text_is_kept_where_no_terminal_reads_it(
 
 
 class Screen:
-    """A console, and time.monotonic, moved by hand."""
+    """A console and a time.monotonic that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, terminal: bool = False, width: int = 160) -> None:
         self.now, self.written = 0.0, io.StringIO()
@@ -84,7 +84,7 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
                 for done in range(1, 61):
                     clock.now += 1
                     inner.at(done, lambda: made.append(1) or "7 searches")  # type: ignore[func-returns-value]
-            with console.stage("evaluation"), console.progress_line("eval", 4) as nested:  # of a command within
+            with console.stage("evaluation"), console.progress_line("eval", 4) as nested:  # of a nested command
                 clock.now += 45
                 nested.to(1, "")
             line.to(step, "reward 1")
@@ -96,7 +96,7 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
         "train 41/100  left 102 min  reward 1  rollout 60/60  left 0 s  7 searches",
         "train 41/100  left 102 min  reward 1  evaluation  eval 1/4  left 2 min",
     ]
-    assert len(made) == 4  # a text is made where it is shown
+    assert len(made) == 4  # a text is made only when it is shown
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -112,7 +112,7 @@ def test_what_is_polled_is_a_part_of_the_line(terminal: bool, monkeypatch: pytes
         asked.append(threading.get_ident())
         return next((stage for text, stage in stages.items() if text not in written.getvalue()), None)
 
-    with console.polling(ask):  # without a line nobody asks
+    with console.polling(ask):  # without a progress line the function is not called
         pass
     with console.progress_line("train", 9) as line, console.polling(ask):
         until = time.monotonic() + 60
@@ -143,7 +143,7 @@ def test_a_stage_without_a_line_shows_nothing_and_one_on_a_terminal_rewrites_it(
 
 def test_stages_and_work_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
-    with console.stages() as on_stage:  # one begins when the one before was last heard of
+    with console.stages() as on_stage:  # a stage starts at the last report of the stage before it
         screen.now += 10
         on_stage("encoding", 20, 100)
         screen.now += 3
@@ -175,7 +175,7 @@ def test_what_is_shown_is_kept_as_it_is(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_quiet_shows_tables_and_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.answering(quiet=True), console.answering():  # of a command within another
+    with console.answering(quiet=True), console.answering():  # of a nested command
         with console.progress_line("train", 2) as line, console.counting("reading") as counter:
             line.to(1, "x")
             counter(9)
@@ -193,7 +193,7 @@ def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsy
     console.figures(said, {said: said})
     assert capsys.readouterr().out.count(said) == 4
 
-    # On a terminal, with its codes: a line that moves, with a stage, and a count.
+    # On a terminal, with its codes: a progress line with a stage, and a count.
     terminal = io.StringIO()
     monkeypatch.setattr(console.console, "_file", terminal)
     monkeypatch.setattr(console.console, "_force_terminal", True)

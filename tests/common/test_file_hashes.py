@@ -1,4 +1,4 @@
-"""Hashes: one flipped bit anywhere, a byte more or less, a file of another folder: found before use, and named."""
+"""Tests of hashes: a flipped bit, a byte more or less, or a file of another folder is found before use, and named."""
 
 import json
 import shutil
@@ -21,14 +21,14 @@ BLOCK = 100
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 100 bytes, of which two are enough for a thread."""
+    """Use blocks of 100 bytes, of which two are enough for a thread."""
     monkeypatch.setattr(module, "BLOCK", BLOCK)
     monkeypatch.setattr(module, "FEWEST_FOR_THREADS", 2)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files of no block, less than one, exactly three, and 17 and a bit; one in a folder of its own."""
+    """Make files of no block, less than one, exactly three, and 17 and a bit; one of them in a subfolder."""
     draw = np.random.default_rng(0)
     (tmp_path / "sub").mkdir()
     for name, size in (("empty", 0), ("less", 37), ("three", 300), ("sub/many", 1717)):
@@ -53,7 +53,7 @@ def test_what_was_written_passes_and_is_listed(folder: Path) -> None:
     assert [len(listed["files"][name]["digests"]) for name in NAMES] == [0, 1, 3, 18]
     check_hashes(folder, [*NAMES, "neither there nor listed"])
     before = (folder / FILE).read_bytes()
-    write_hashes(folder)  # its own file is not in it
+    write_hashes(folder)  # the file of hashes does not contain itself
     assert (folder / FILE).read_bytes() == before
 
 
@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_the_list_itself_is_found_or_means_nothing(folder: Path
     for bit in np.random.default_rng(2).permutation(8 * len(whole))[:300].tolist():
         flip(path, bit)
         try:
-            check_hashes(folder, NAMES)  # a space for a line feed: the same list
+            check_hashes(folder, NAMES)  # a space in place of a line feed gives the same list
             passed += 1
             assert json.loads(path.read_bytes()) == json.loads(whole)
         except UserError as error:
@@ -105,7 +105,7 @@ def test_absent_swapped_and_added_files(folder: Path, tmp_path_factory: pytest.T
     (folder / "three").unlink()
     with pytest.raises(Damaged, match=r"three: no such file, though hashes\.json lists it"):
         check_hashes(folder, NAMES)
-    (folder / "new").touch()  # by a person
+    (folder / "new").touch()  # added by a person
     check_hashes(folder, ["new"])
 
 
@@ -134,7 +134,7 @@ def test_a_block_is_hashed_once_and_when_it_is_touched(folder: Path, monkeypatch
     for begin, end in ((0, 0), (99, 101), (0, 200), (150, 301), (1700, 1717)):
         blocks.touch(begin, end)
     assert asked == [[0, 1], [2, 3], [17]] and not blocks.whole
-    for _ in range(2):  # it stays damaged
+    for _ in range(2):  # the damage persists
         with pytest.raises(Damaged, match="sub/many: damaged or changed, its bytes 1,000 to 1,100"):
             blocks.touch(0, 1717)
     flip(folder / "sub/many", 8 * 1000)
@@ -170,7 +170,7 @@ def test_several_threads_touch_the_same_blocks(folder: Path) -> None:
 
 
 def test_a_models_files_are_verified_as_they_are_read(tmp_path: Path) -> None:
-    """Each of them, whatever bit: named, or (for what is not read) the same model; off, the file is taken as it is."""
+    """A flipped bit is reported with its file unless the file is not read; with verification off, nothing is."""
     tokenizer = train_bpe(["aa bb cc dd"] * 9, 270, ["<|endoftext|>"])
     policy = init_policy(make_config(vocab_size=270), 0)
     policy.save(tmp_path)
@@ -192,7 +192,7 @@ def test_a_models_files_are_verified_as_they_are_read(tmp_path: Path) -> None:
             except UserError as error:
                 assert str(tmp_path / name) in str(error), (name, error)
             (tmp_path / name).write_bytes(whole)
-    # The last bit of the last weight: another number, and a finite one.
+    # The last bit of the last weight: a different but finite number.
     flip(tmp_path / "model.safetensors", 8 * (len(files["model.safetensors"]) - 4))
     with pytest.raises(UserError, match=r"model\.safetensors: damaged or changed, its bytes "):
         load_policy(tmp_path)

@@ -1,4 +1,4 @@
-"""A file or folder is whole or absent, whatever interrupts its writing."""
+"""Tests that a file or folder is whole or absent, whatever interrupts its writing."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         temporary.write_text("half")
         raise RuntimeError("disk")
     with pytest.raises(Unwritable, match=r"file\.txt: cannot be written \(No such file"), atomic_path(target):
-        pass  # a block that writes nothing is a mistake, not an empty file
+        pass  # a block that writes nothing is an error, not an empty file
     assert target.read_text() == "old" and names(tmp_path) == ["file.txt"]
 
 
@@ -66,7 +66,7 @@ def test_a_kill_leaves_only_a_hidden_temporary(tmp_path: Path, helper: str, writ
     done = subprocess.run([sys.executable, "-P", "-c", code], check=False)
     assert done.returncode == -9
     assert [name for name in names(tmp_path) if not (name.startswith(".") and name.endswith(".tmp"))] == []
-    # What is left does not stand in the way of the next attempt.
+    # The leftover does not block the next attempt.
     if helper == "atomic_path":
         atomic_write_text(tmp_path / "target", "whole")
     else:
@@ -89,7 +89,7 @@ def test_a_staged_folder_appears_at_the_end(tmp_path: Path) -> None:
     assert names(tmp_path) == ["runs"]
     with pytest.raises(UserError, match="exists already"), staged_folder(tmp_path / "two") as temporary:
         (temporary / "mine").write_text("x")
-        (tmp_path / "two").mkdir()  # meanwhile
+        (tmp_path / "two").mkdir()  # created by another process
         (tmp_path / "two" / "theirs").write_text("y")
     assert names(tmp_path) == ["runs", "two"] and names(tmp_path / "two") == ["theirs"]
 
@@ -124,7 +124,7 @@ def test_a_hub_id_is_answered_with_the_command_that_downloads_it(
         ):
             refuse_hub_id(name)
         Path(owner).mkdir()
-        refuse_hub_id(name)  # with a folder of that owner's name it is a path with a mistake in it
+        refuse_hub_id(name)  # if a folder has the owner's name, the name is a wrong path
     for path in ("Qwen3-8B", "models/Qwen3-8B", "/x/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "x/b/c", "x b/c", "."):
         refuse_hub_id(path)
 
@@ -145,7 +145,7 @@ def test_what_is_no_models_folder_is_named_for_what_it_is(tmp_path: Path) -> Non
 
 
 def test_what_is_read_whole_is_a_regular_file_of_a_limited_size(tmp_path: Path) -> None:
-    """A pipe would be waited for without end, and a device has none: neither is opened."""
+    """A pipe would block forever, and a device has no end: neither is opened."""
     os.mkfifo(tmp_path / "pipe")
     os.symlink(tmp_path / "nowhere", tmp_path / "link")
     (tmp_path / "long").write_bytes(b"x" * 9)

@@ -1,4 +1,4 @@
-"""Reading and writing records: every way in which a file can be wrong ends in a sentence with its line."""
+"""Tests of reading and writing records: an error in a file, of any kind, is reported with its line."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from thresher.common.jsonl import iter_jsonl, iter_records, write_jsonl
 
 def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "x\xe2\x80\xa8y"}')  # BOM, CRLF, U+2028, no last line feed
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "x\xe2\x80\xa8y"}')  # BOM, CRLF, U+2028, no final line feed
     assert list(iter_jsonl(path)) == [(1, {"a": 1}), (4, {"a": "x\u2028y"})]
 
 
@@ -92,7 +92,7 @@ def test_what_is_written_is_read_back(tmp_path, name):
     assert [record for _, record in iter_jsonl(tmp_path / name)] == records
     first = (tmp_path / name).read_bytes()
     write_jsonl(tmp_path / name, records)
-    assert (tmp_path / name).read_bytes() == first  # no clock in the gzip header
+    assert (tmp_path / name).read_bytes() == first  # no timestamp in the gzip header
 
 
 def test_writing_leaves_nothing_half_written(tmp_path):
@@ -123,7 +123,7 @@ def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
         next(records)
     monkeypatch.setenv("THRESHER_LINE_LIMIT", "99000000")
     assert [number for number, _ in iter_jsonl(bomb)] == [1, 2]
-    monkeypatch.setenv("THRESHER_LINE_LIMIT", "9")  # the line feed is one of them
+    monkeypatch.setenv("THRESHER_LINE_LIMIT", "9")  # including the line feed
     assert next(iter_jsonl(bomb)) == (1, {"a": 1})
     for said in ("64 MB", "0", "", "9" * 30):
         monkeypatch.setenv("THRESHER_LINE_LIMIT", said)

@@ -1,4 +1,4 @@
-"""Test what a lock does where the file system has none; who holds one is tested with the run folder."""
+"""Test locks on a file system without any; who holds a lock is tested with the run folder."""
 
 import errno
 import fcntl

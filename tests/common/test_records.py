@@ -1,4 +1,4 @@
-"""Stored records: each way to damage each kind of file, met by each of its readers; old files; and kills."""
+"""Tests of stored records: every kind of damage to every kind of file, with each of its readers; old files; kills."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,11 +35,11 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.reward import Source
 
 Lines = list[bytes]
-Reader = Callable[[Path, bool], object]  # of a world, unverified or not
+Reader = Callable[[Path, bool], object]  # (world, unverified)
 
 
 def another(line: bytes) -> bytes:
-    """A line in which one digit or letter is another."""
+    """Return the line with one digit or letter changed."""
     at = next(n for n, byte in enumerate(line) if n > 12 and chr(byte).isalnum() and line[n - 1 : n] in b'" ')
     return line[:at] + (b"7" if line[at : at + 1] != b"7" else b"8") + line[at + 1 :]
 
@@ -56,7 +56,7 @@ def bare(line: bytes) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-# Three records and, in a file that is finished, a closing line.
+# Three records and, in a finished file, a closing line.
 INSIDE: dict[str, Callable[[Lines], Lines]] = {
     "changed": lambda lines: [lines[0], another(lines[1]), *lines[2:]],
     "first changed": lambda lines: [another(lines[0]), *lines[1:]],
@@ -74,7 +74,7 @@ AT_THE_END: dict[str, Callable[[Lines], Lines]] = {
     "last lost": lambda lines: [*lines[:2], lines[3]],
     "emptied": lambda lines: [],
 }
-TOLD = ("lost", "half a line")  # among those that can be read unverified; token statistics fit all trajectories or none
+TOLD = ("lost", "half a line")  # can be read unverified; token statistics need all trajectories
 
 
 def report_of(world: Path, unverified: bool) -> object:
@@ -115,7 +115,7 @@ READERS: dict[str, list[Reader]] = {
     "eval/trajectories.jsonl": [compared],
     "r.jsonl": [scored],
 }
-# Without --unverified: what goes on with a file, or makes something of it that lasts.
+# Without --unverified: functions that continue a file, or make something lasting from it.
 ONLY_VERIFIED: dict[str, list[Callable[[Path], object]]] = {
     "run/metrics.jsonl": [lambda world: best_checkpoint(world / "run")],
     "e.jsonl": [
@@ -124,7 +124,7 @@ ONLY_VERIFIED: dict[str, list[Callable[[Path], object]]] = {
     ],
     "r.jsonl": [lambda world: taught_records(world / "r.jsonl", "extract")],
 }
-# Of what is not finished nobody knows how much there should be.
+# The expected length of an unfinished file is not known.
 UNFINISHED: dict[str, list[Callable[[Path], object]]] = {
     "run/starts.jsonl": [lambda world: RunFolder(world / "run").starts(), lambda world: read_state(world / "run")],
     "replies.jsonl": [lambda world: Replies(world / "replies.jsonl")],
@@ -138,7 +138,7 @@ def opened(world: Path) -> EvalFolder:
 
 @pytest.fixture
 def world(tmp_path: Path, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of each kind, with three records each. Pictures are not drawn."""
+    """Make a file of each kind, with three records each. Plots are not drawn."""
     monkeypatch.setattr(report, "draw", lambda *_: b"PNG")
     monkeypatch.setattr(records_module, "_warned", set())
     (tmp_path / "out").mkdir()
@@ -216,11 +216,11 @@ def test_every_reader_refuses_what_is_not_as_it_was_written(
             refused(file, lambda read=read: read(world, False), attack in INSIDE)
             if attack in ("changed", "without a checksum") or (attack in TOLD and "trajectories" not in name):
                 read(world, True)
-        for call in calls[: 0 if readers else 1] if attack == "emptied" else calls:  # an empty file may be anybody's
+        for call in calls[: 0 if readers else 1] if attack == "emptied" else calls:  # an empty file may be a user's own
             refused(file, lambda call=call: call(world), attack in INSIDE)
         file.write_bytes(whole)
     if not finished:
-        file.write_bytes(whole[:-20])  # as a kill leaves it
+        file.write_bytes(whole[:-20])  # as after a kill
         for call in calls:
             call(world)
 
@@ -251,7 +251,7 @@ def test_token_statistics_have_a_digest(world: Path, capsys: pytest.CaptureFixtu
 
 
 def older(file: Path) -> None:
-    """The file as an earlier version wrote it."""
+    """Rewrite the file as an earlier version wrote it."""
     if file.suffix == ".jsonl":
         file.write_bytes(b"".join(map(bare, file.read_bytes().splitlines(keepends=True)[:3])))
     else:
@@ -271,11 +271,11 @@ def test_an_old_folder_is_read_with_one_warning(world: Path, capsys: pytest.Capt
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"thresher: {world / 'run'}: ") and "is of an earlier version, without checksums" in line
     assert RunFolder(world / "run").metrics() == before
-    # Who goes on with it writes it anew.
+    # A run that continues rewrites the file.
     run = RunFolder(world / "run")
     run.append_metrics(step_record(3))
     assert stored(run.metrics_file) == [*before, step_record(3)] and b"checksum" in run.metrics_file.read_bytes()
-    older(world / "r.jsonl")  # anybody's, to be scored
+    older(world / "r.jsonl")  # a user's own file, to be scored
     scored(world, False)
     assert capsys.readouterr().err == ""
 
@@ -313,7 +313,7 @@ def test_a_kill_at_any_byte_and_what_goes_on_from_it_give_the_same_file(tmp_path
         for record in records[len(kept) :]:
             log.append(record)
         assert log.finish() == mark and path.read_bytes() == whole, length
-    log.append({"id": 2})  # and longer than it was to be
+    log.append({"id": 2})  # beyond its expected length
     assert log.finish()["records"] == 3 and stored(path) == [*records, {"id": 2}]
     assert [record for _, record in read_records(path)] == stored(path)
     for record in ({}, {"checksum": "x"}):
@@ -327,7 +327,7 @@ def state_of(world: Path, unverified: bool) -> object:
 
 
 (token_page,) = READERS["run/trajectories/step_000002.jsonl"]
-# A record that no checksum guards: file, reader, key, value, and what is said of it.
+# A record without a checksum: file, reader, key, value, and the error.
 MISTYPED: list[tuple[str, Reader, str, Any, str]] = [
     ("metrics.jsonl", state_of, "step", None, "step: expected a whole number, found null"),
     ("metrics.jsonl", state_of, "step", 10**400, "step: expected a whole number, found 1000"),
@@ -346,7 +346,7 @@ WRONG: tuple[Any, ...] = (True, 10**400, "x", [7], [None], {"a": {"b": []}}, Non
 
 @pytest.fixture
 def old(world: Path) -> Path:
-    """The run, as an earlier version wrote it."""
+    """Return the run as an earlier version wrote it."""
     for file in (*(world / "run").rglob("*.jsonl"), world / "run" / "summary.json"):
         older(file)
     return world / "run"
@@ -354,7 +354,7 @@ def old(world: Path) -> Path:
 
 @contextmanager
 def spoilt(file: Path, key: str, value: Any) -> Iterator[str]:
-    """Within it the file's last record has another value; yields the place as an error names it."""
+    """Change a value of the file's last record for the duration; yield the place as an error names it."""
     whole = file.read_text()
     *before, last = whole.splitlines() if file.suffix == ".jsonl" else [whole]
     file.write_text("\n".join([*before, json.dumps(json.loads(last) | {key: value})]) + "\n")

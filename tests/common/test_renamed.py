@@ -1,4 +1,4 @@
-"""Old names that a user's own file may import."""
+"""Tests of old names that a user's own file may import."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Fixtures of the documents' tests: the small world, and a folder of its own for each document that is played in it."""
+"""Fixtures of the documents' tests: the small world, and a separate folder for each document that is run in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -
 def plays(
     world: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str, Sequence[Command | Block]], Play]]:
-    """The play of a document, begun once."""
+    """Yield a function that starts the run of a document, once per document."""
     begun: dict[str, Play] = {}
 
     def play(document: str, steps: Sequence[Command | Block]) -> Play:

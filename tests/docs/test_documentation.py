@@ -1,6 +1,6 @@
-"""What the documents show is run: every command, every Python block, every piece of a recipe, from the text itself.
+"""Tests that run what the documents show: every command, every Python block and every piece of a recipe.
 
-A document is played from its top in a folder of its own, where tiny stand-ins lie at the paths that it names; see
+A document is run from its top in a separate folder, with tiny stand-ins at the paths that it names; see
 document_play.py and document_world.py. The id of a test is the file and line of what it runs.
 """
 
@@ -16,7 +16,7 @@ from documents import Block, Command, blocks, documents, mentions, to_be_added
 from thresher.cli.main import build_parser
 from thresher.engine.config.recipe import make_recipe
 
-# Documents whose commands take seconds; the others are played by `make test` too.
+# Slow documents, whose commands take seconds; `make test` also runs the others.
 LONG = (
     "README.md",
     *(f"docs/{name}.md" for name in ("asynchrony", "commands", "delta", "gpu", "measured", "python", "reproduce")),
@@ -47,7 +47,7 @@ def test_what_is_shown_runs(
 
 @pytest.mark.parametrize("document", documents())
 def test_what_the_prose_names_is_there(document: str) -> None:
-    """A command that is named in passing exists, and has the flags that are named with it."""
+    """A command named in the prose exists, and has the flags that are named with it."""
     for command in mentions(document):
         if command.words[0].isupper() or to_be_added(document, " ".join(command.words)):
             continue
@@ -70,7 +70,7 @@ def recipes() -> list[Block]:
 
 @pytest.mark.parametrize("block", recipes(), ids=[block.place for block in recipes()])
 def test_a_piece_of_a_recipe_is_one(block: Block) -> None:
-    """Every section and key that is shown exists."""
+    """Every shown section and key exists."""
     tables = tomllib.loads(block.text)
     system = {"name": "naive_grpo"} if tables.get("system", {}).get("name", "").endswith(".py") else {}
     tables = {"model": {"path": "m"}, **tables}
@@ -78,5 +78,5 @@ def test_a_piece_of_a_recipe_is_one(block: Block) -> None:
     if not tables["system"]:
         del tables["system"]
     elif system:
-        tables["system"].pop("options", None)  # the file's own
+        tables["system"].pop("options", None)  # defined by the file itself
     make_recipe(tables, block.place, [], lambda name: {})

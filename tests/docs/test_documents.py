@@ -1,4 +1,4 @@
-"""The tests of the documents work: what is read out of a text, and that a text that does not run is noticed."""
+"""Tests of the documents' tests: what is extracted from a text, and that a command that does not run is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make` runs is run: the recipes' own shell with stand-ins for Python, and the commands that it came to.
+"""Tests of the Makefile: recipes run in their own shell with stand-ins for Python, and then the commands they called.
 
 Deliberately absent: making an environment, which takes minutes and a network.
 """
@@ -15,7 +15,7 @@ import pytest
 from document_play import Play
 from documents import ROOT, Block, Command
 
-# Writes down the arguments of every `thresher`, one a line, and answers what a recipe asks of Python.
+# Record the arguments of every `thresher`, one per line, and answer the recipes' calls of Python.
 THRESHER = """#!/bin/bash
 printf '%s\\n' "$@" >"$RECORD.$$"
 """
@@ -33,8 +33,8 @@ esac
 def recorded(
     target: str, folder: Path, stamps: Sequence[str] = (".finished",), given: Sequence[str] = ()
 ) -> tuple[Path, list[Command]]:
-    """The folder in which the target ran, and the commands that it came to. stamps: of the stages of its environment
-    that are finished. given: variables of make."""
+    """Return the folder in which the target ran, and the commands that it called. stamps: of the finished stages of its
+    environment. given: variables of make."""
     make = shutil.which("make")
     if make is None:
         pytest.skip("make is not installed")
@@ -73,12 +73,12 @@ def test_what_a_target_runs_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here, commands = recorded(target, tmp_path)
-    assert len(commands) == (3 if target == "bench" else 1)  # a shape each
+    assert len(commands) == (3 if target == "bench" else 1)  # one per shape
     for tests in here.glob("record.pytest"):
         assert [word for word in tests.read_text().splitlines() if (ROOT / word).exists()], "no tests are there"
     play = plays(f"make {target}", commands)
     monkeypatch.chdir(play.folder)
-    shutil.rmtree("runs/demo")  # the demo makes it
+    shutil.rmtree("runs/demo")  # the demo creates it
     play.until(0)
 
 
@@ -122,7 +122,7 @@ def test_the_hour_of_attack_keeps_its_counts_and_its_page(tmp_path: Path) -> Non
 
 def test_a_demo_installs_the_program_alone_and_the_tests_the_rest_beside_it(tmp_path: Path) -> None:
     def installed(target: str, stamps: Sequence[str]) -> list[str]:
-        """The words behind `install` and its options, of each pip; and "venv" where one is made anew."""
+        """Return the words after `install` and its options, of each pip, and "venv" where one is created."""
         place = tmp_path / f"{target}-{'-'.join(stamps)}"
         place.mkdir()
         here, _ = recorded(target, place, stamps)

@@ -1,4 +1,4 @@
-"""What the documents point at is there: links, pictures, paths, names of the README's tables, targets of `make`."""
+"""Tests that references in the documents exist: links, pictures, paths, names in README tables, `make` targets."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ import pytest
 from documents import ROOT, documents, inline, links, read, table_rows, to_be_added
 
 FOLDERS = ("bench", "cli", "common", "docs", "engine", "kernels", "policy", "recipes", "retrieval", "rewards", "tests")
-SHOWN = ("quote.py", "sums.py", "mine.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own
+SHOWN = ("quote.py", "sums.py", "mine.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own files
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]+")
 _FILE = re.compile(r"(?<![\w./<*-])(?:[\w-]+/)*\w+\.py\b")
 _ROOM = re.compile(rf"(?<![\w./<-])(?:{'|'.join(FOLDERS)})(?:/[\w-]+(?:\.\w[\w-]*)*)+(?![\w/{{(<*-])")
@@ -24,7 +24,7 @@ _CALL = re.compile(r"(\w+)(?:\(([^)]*)\))?$")
 
 
 def heads(document: str) -> set[str]:
-    """The anchors that a document's headings make."""
+    """Return the anchors of a document's headings."""
     lines = (line for line in read(document) if line.startswith("#"))
     return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
 
@@ -44,7 +44,7 @@ def test_links_and_pictures_lead_somewhere(document: str) -> None:
 
 @pytest.mark.parametrize("document", documents())
 def test_paths_lead_somewhere(document: str) -> None:
-    """A path from the top of the checkout between backquotes."""
+    """A path from the top of the checkout, between backticks, exists."""
     missing = [
         f"{document}:{number}: {code} is not there"
         for number, code in inline(document)
@@ -58,7 +58,7 @@ def test_paths_lead_somewhere(document: str) -> None:
 
 @cache
 def paths() -> frozenset[str]:
-    """Every file and folder of the checkout's own, by each of its endings; a module also without ".py"."""
+    """Return every file and folder of the checkout, by each of its suffixes; a module also without ".py"."""
     found = [path for path in ROOT.glob("*") if path.is_file()]
     found += [path for folder in FOLDERS for path in (ROOT / folder, *(ROOT / folder).rglob("*"))]
     parts = [path.relative_to(ROOT).parts for path in found]
@@ -67,7 +67,7 @@ def paths() -> frozenset[str]:
 
 
 def remarks(source: str) -> Iterator[tuple[int, str]]:
-    """(line number, text) of the docstrings and comments of a module."""
+    """Yield (line number, text) of the docstrings and comments of a module."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -78,9 +78,9 @@ def remarks(source: str) -> Iterator[tuple[int, str]]:
 
 
 def unknown(text: str) -> list[str]:
-    """The files, rooms and modules that a text names and that are not there.
+    """Return the files, rooms and modules that a text names but that do not exist.
 
-    A name that begins with an underscore may be the end of a file's ("_triton.py").
+    A name that starts with an underscore may be the end of a file name ("_triton.py").
     """
     named = dict.fromkeys(found[0] for pattern in (_FILE, _ROOM) for found in pattern.finditer(text))
     wrong = [name for name in named if name not in paths() and not _is_suffix(name)]
@@ -92,7 +92,7 @@ def unknown(text: str) -> list[str]:
 
 
 def _is_suffix(name: str) -> bool:
-    """A placeholder of any file counts as one, and what a recipe has in data/, which a command of ours writes."""
+    """Return whether a name is allowed: the end of a file name, the placeholder FILE.py, or one in data/."""
     return (
         name == "FILE.py"
         or name.startswith("data/")
@@ -131,7 +131,7 @@ def test_settings_name_what_is_there() -> None:
 
 @pytest.mark.parametrize("document", [document for document in documents() if document != "docs/internals/log.md"])
 def test_documents_name_what_is_there(document: str) -> None:
-    """Paths that begin in a room (`training/step.py: f`), and those of blocks. The log names what was there."""
+    """Paths that start in a room (`training/step.py: f`), and those in blocks. The log may name former files."""
     missing = [
         f"{document}:{number}: {name} is not there"
         for number, line in enumerate(read(document), start=1)
@@ -143,7 +143,7 @@ def test_documents_name_what_is_there(document: str) -> None:
 
 @pytest.mark.parametrize("row", table_rows("README.md", "package"), ids=lambda row: row[0])
 def test_the_packages_of_the_readme_have_the_names_it_gives_them(row: list[str]) -> None:
-    """So have their functions the arguments that it shows."""
+    """The arguments that it shows exist, too."""
     package = importlib.import_module(row[0].strip("`"))
     shown = re.findall(r"`([^`]+)`", row[1])
     assert shown

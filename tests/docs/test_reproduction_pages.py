@@ -1,5 +1,5 @@
-"""The pages that take a paper's tables from nothing: they name all that its manifest asks for and make it as that says,
-and their plans are the plan's."""
+"""Tests of the pages that reproduce a paper's tables: each names everything in its manifest and makes it with the
+manifest's commands, and its plans are the planner's."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ def test_a_page_names_what_its_manifest_asks_for(name: str) -> None:
 @pytest.mark.parametrize("name", paper_names())
 @pytest.mark.fast_cases(2)
 def test_a_page_makes_its_files_as_the_manifest_says(name: str) -> None:
-    """By the same flags, but for the names of what is read."""
+    """The flags are the same, except for the names of input files."""
     manifest = read_manifest(name)
     shown = [command.words for page in (PAGES[name], "docs/reproduce.md") for command in commands(page)]
     typed = dict(map(made_by, filter(lambda words: " ".join(words[:2]) in ("data convert", "index build"), shown)))
@@ -47,9 +47,9 @@ def test_a_page_makes_its_files_as_the_manifest_says(name: str) -> None:
 
 
 def made_by(words: Sequence[str]) -> tuple[str, dict[str, object]]:
-    """Return what a command writes, and its flags."""
+    """Return the output path of a command, and its flags."""
     flags = vars(build_parser().parse_args(words))
-    del flags["handler"]  # a function, which every parser makes anew
+    del flags["handler"]  # a function, which every parser creates anew
     read = {key: flags.pop(key, None) is not None for key in ("files", "aliases", "corpus", "encoder")}
     mixed = [(source.name, source.count) for source in map(parse_mix, flags.pop("mix", None) or ())]
     return flags["out"], flags | read | {"mix": mixed}
@@ -82,7 +82,7 @@ def test_a_plan_on_a_page_is_the_plan(page: str, row: list[str]) -> None:
 
 @pytest.mark.parametrize("page", sorted(set(PAGES.values())))
 def test_a_training_of_several_gpus_is_one_of_the_paper_s(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the folder in which `reproduce` looks for it, and by the words that it would type, but for a server."""
+    """It uses the folder in which `reproduce` looks for it, and the same words, except for a server."""
     monkeypatch.chdir(ROOT)
     text = "\n".join(block.text for block in blocks(page)).replace("\\\n", " ")
     words = next(shlex.split(line) for line in text.splitlines() if line.startswith("torchrun"))

@@ -1,4 +1,4 @@
-"""Training from Python as the documents show it: the README's block, and the notebook of docs/."""
+"""Tests of training from Python as the documents show it: the README's block, and the notebook in docs/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shown(document: str) -> Block:
 
 @pytest.fixture
 def folder(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with a tiny model and questions where the documents' lie."""
+    """Make a working folder with a tiny model and questions at the documents' paths."""
     shutil.copytree(tiny_model_folder, tmp_path / "models" / "Qwen2.5-0.5B-Instruct")
     for name in ("train", "dev"):
         lines = [json.dumps({"question": f"What is {n}?", "golden_answers": [str(n)]}) + "\n" for n in range(8)]

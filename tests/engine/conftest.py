@@ -1,4 +1,4 @@
-"""A chat model behind a URL, for one test."""
+"""A chat model served at a URL, for one test."""
 
 from collections.abc import Iterator
 

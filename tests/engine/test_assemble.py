@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the model's: what is refused, and what is only asked about."""
+"""Whether a tokenizer is the model's: what is refused, and what only raises a question."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ from thresher.policy.tokenizer import Tokenizer
 
 
 def policy_of(tokenizer: Tokenizer, **changes: Any) -> Any:
-    """Only the config is looked at."""
+    """Return a stand-in policy, of which only the config is read."""
     end = tokenizer.added_tokens["<|endoftext|>"]
     return SimpleNamespace(config=make_config(**{"vocab_size": 384, "eos_token_ids": (end,), **changes}))
 
@@ -46,7 +46,7 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(
     ("changes", "doubt"),
     [
         ({}, None),
-        ({"bos_token_id": 378, "pad_token_id": 383}, None),  # <|im_start|>; what pads is not used
+        ({"bos_token_id": 378, "pad_token_id": 383}, None),  # <|im_start|>; the padding token is not used
         ({"vocab_size": PADDING}, None),
         ({"vocab_size": PADDING + 1}, "the model's head has 1,025 rows, the tokenizer only 380 tokens; check"),
         ({"eos_token_ids": (32, 377)}, "eos_token_id 32 is not an added token of the tokenizer but the text 'A'; ch"),
@@ -105,7 +105,7 @@ def test_states_that_do_not_fit_are_refused(
     ("tokens", "rows"), [(151_665, 151_936), (151_665, 152_064), (151_669, 151_936), (128_256, 128_256)]
 )
 def test_published_padding_is_no_reason_to_ask(tokens: int, rows: int) -> None:
-    """Qwen2.5's two heads, Qwen3's, Llama 3's; one of Qwen's heads over Llama's tokenizer is."""
+    """The heads of Qwen2.5, Qwen3 and Llama 3 raise no question; a Qwen head with Llama's tokenizer does."""
     tokenizer: Any = SimpleNamespace(vocab_size=tokens, added_tokens={"end": 7})
     policy: Any = SimpleNamespace(config=make_config(vocab_size=rows, eos_token_ids=(7,)))
     assert fit_doubts(policy, tokenizer, "here") is None

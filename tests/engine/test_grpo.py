@@ -1,4 +1,4 @@
-"""`thresher.engine.GRPO`: rewards by what their parameters ask for, the run that it makes, and what is refused."""
+"""`thresher.engine.GRPO`: rewards by their parameters, the run that it makes, and refusals."""
 
 import importlib
 import inspect
@@ -39,7 +39,7 @@ def reward_of(*functions: Any, weights: tuple[float, ...] | None = None) -> Any:
 
 
 def letters(text: str) -> float:
-    """A reward of the text alone, in a file that another process can import."""
+    """Return a reward of the text alone, from a file that another process can import."""
     return text.count("a") / 10
 
 
@@ -82,7 +82,7 @@ def test_rewards_are_added_up_and_their_parts_kept() -> None:
 
 
 class Scorer:
-    """A reward with a state of its own."""
+    """A reward with its own state."""
 
     def __call__(self, text: str) -> float:
         return len(text)
@@ -154,7 +154,7 @@ def test_a_run_is_one_of_any_recipe(tiny_model_folder: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match="exists"):
         trainer.train()
     assert trainer.train(resume=True)["steps"] == 2
-    # Its functions are of this process: another one can report on the run, and is told why it cannot go on.
+    # Its functions belong to this process. Another process can report on the run, but not resume it, and is told why.
     name = recipe.need(type(recipe.system)).options["rewards"][0]  # type: ignore[arg-type]
     del _plain.given[name]
     with pytest.raises(UserError, match="was a function of the program that trained, and of no file"):
@@ -175,7 +175,7 @@ def test_a_function_of_a_file_is_named_by_it(tiny_model_folder: Path, tmp_path: 
 def test_the_function_itself_is_called(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name stands for a file only where that file's module is imported and holds this very object."""
+    """A name stands for a file only if that file's module is imported and holds this very object."""
 
     def name_of(reward: Any) -> str:
         made = GRPO(tiny_model_folder, reward, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
@@ -186,15 +186,15 @@ def test_the_function_itself_is_called(
     def doubled(text: str) -> float:
         return 2 * letters(text)
 
-    assert name_of(doubled).startswith("python:letters")  # not the file's, which it wraps
+    assert name_of(doubled).startswith("python:letters")  # not the file's function, which it wraps
     assert name_of(partial(letters)).startswith("python:letters")
     scorer = Scorer()
-    assert name_of(scorer.half) == name_of(scorer.half)  # a new object each time, and the same reward
+    assert name_of(scorer.half) == name_of(scorer.half)  # a new object each time, but the same reward
     # A script that calls GRPO is not imported again for its reward.
     script = "import sys\ndef score(text):\n    return 1\nNAME = name_of(score)\n"
     (tmp_path / "script.py").write_text(script)
     assert runpy.run_path(str(tmp_path / "script.py"), {"name_of": name_of})["NAME"].startswith("python:score")
-    # What a program changed in its module holds, and imports within a package work.
+    # Values that a program changed in its module are used, and imports within a package work.
     package = tmp_path / "rewards_of_mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -261,7 +261,7 @@ def test_keys_are_those_of_the_section_that_training_means(tiny_model_folder: Pa
 def test_a_run_of_a_files_function_goes_on_from_the_command_line(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its recipe is one of any: it is evaluated and resumed; of a function of no file it is said why not."""
+    """Its recipe is an ordinary one, so it is evaluated and resumed. A function without a file is refused."""
     own = tmp_path / "own.py"
     own.write_text("def words(text):\n    return len(text.split())\n")
     for name, reward in (("file", f"{own}:words"), ("lambda", lambda text: 1.0)):

@@ -1,4 +1,4 @@
-"""Packing: each row predicts the token after it, rows are the policy's own tokens, and nothing is lost or doubled."""
+"""Packing: each row predicts the next token, rows are the policy's own tokens, and nothing is lost or duplicated."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -19,7 +19,7 @@ BEGIN = 7  # the first id of every item below, which no row predicts
 
 
 def item(rows: list[int], length: int, first: int = BEGIN) -> TrainSequence:
-    """Ids that count up from `first`, so that a target betrays its place; the other numbers tell rows apart."""
+    """Return ids that count up from `first`, so that a target reveals its position; the other numbers differ by row."""
     return TrainSequence(
         ids=list(range(first, first + length)),
         positions=rows,
@@ -30,7 +30,7 @@ def item(rows: list[int], length: int, first: int = BEGIN) -> TrainSequence:
 
 
 def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int], list[int], list[float], list[float], list[float]]]:
-    """A batch taken apart by its own layout: ids, rows, targets and what is known of each row, item by item."""
+    """Take a batch apart by its own layout: ids, rows, targets and values of each row, item by item."""
     parts = []
     for start, length in zip(accumulate(batch.layout.lengths, initial=0), batch.layout.lengths, strict=False):
         mine = (batch.rows_R >= start) & (batch.rows_R < start + length)
@@ -50,8 +50,8 @@ def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int], list[int], l
 def test_by_hand() -> None:
     long, short = item([2, 3, 5], 6, first=10), item([1], 4, first=50)
     (batch,) = pack([short, long], 100)
-    assert batch.members == [1, 0]  # the longer one first
-    assert batch.ids_T.tolist() == [10, 11, 12, 13, 14, 50, 51, 52]  # without each one's last token
+    assert batch.members == [1, 0]  # the longer item first
+    assert batch.ids_T.tolist() == [10, 11, 12, 13, 14, 50, 51, 52]  # without the last token of each item
     assert batch.layout.lengths == [5, 3] and batch.tokens == 8
     assert batch.layout.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert batch.rows_R.tolist() == [1, 2, 4, 5]
@@ -67,8 +67,8 @@ def test_by_hand() -> None:
     [
         ([5, 5, 5, 5], 10, [[0, 1], [2, 3]]),
         ([5, 5, 5, 5], 9, [[0], [1], [2], [3]]),
-        ([9, 2, 2, 2, 2], 18, [[0, 1], [2, 3, 4]]),  # padding counts: nine places each beside the nine
-        ([3, 100, 3], 6, [[1], [0, 2]]),  # alone, however long
+        ([9, 2, 2, 2, 2], 18, [[0, 1], [2, 3, 4]]),  # padding counts: each takes nine places next to the nine
+        ([3, 100, 3], 6, [[1], [0, 2]]),  # alone, however long it is
         ([4, 4, 4], 1, [[0], [1], [2]]),
         ([2, 3, 4], 10**9, [[2, 1, 0]]),
     ],
@@ -127,14 +127,14 @@ def test_rows_are_the_policys_tokens_and_no_others() -> None:
     cut = trajectory(prompt, (Source.POLICY, [24, 25]), said, (Source.POLICY, []), shown)
     (batch,) = pack(build_train_sequences([several, cut], [1.0, -1.0], GrpoSection()), 1000)
     assert batch.targets_R.tolist() == [20, 21, 22, 23, 24, 25]
-    assert batch.ids_T[batch.rows_R].tolist() == [3, 20, 41, 62, 3, 24]  # what stands right before each
+    assert batch.ids_T[batch.rows_R].tolist() == [3, 20, 41, 62, 3, 24]  # the token before each target
     assert batch.old_logprobs_R.tolist() == pytest.approx([-1.02, -1.021, -1.022, -1.023, -1.024, -1.025])
     assert batch.advantages_R.tolist() == [1, 1, 1, 1, -1, -1]
 
 
 @pytest.mark.parametrize(("aggregation", "weight"), [("trajectory", 1 / 10), ("token", 1 / 6), ("constant", 1 / 14)])
 def test_each_context_is_a_sequence_with_its_part_of_the_advantages(aggregation: str, weight: float) -> None:
-    """The first trajectory folds once and has a trained branch: five tokens, whose weight is that of one trajectory."""
+    """The first trajectory folds once and has a trained branch: five tokens with the weight of one trajectory."""
     prompt, later = (Source.PROMPT, [1, 2, 3]), (Source.PROMPT, [4, 5])
     folded = trajectory(prompt, (Source.POLICY, [20, 21]), later, (Source.POLICY, [22]), sample=1)
     folded.branches = {

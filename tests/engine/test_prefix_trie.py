@@ -1,4 +1,5 @@
-"""Tries of token segments: every sequence is there, each segment once, and the cheapest way to share is taken."""
+"""Tries of token segments: every sequence is in them, each segment is stored once, and sharing is as cheap as
+possible."""
 
 import random
 from collections import Counter
@@ -44,7 +45,7 @@ def costs(merge: float = 0.0, node: float = 0.0) -> Iterator[None]:
 
 @st.composite
 def sequences(draw: st.DrawFn, most: int = 9) -> Sequences:
-    """Each goes on from a beginning of an earlier one, or is one; of two or three different ids."""
+    """Draw sequences of two or three different ids, each of which continues or equals a prefix of an earlier one."""
     made: Sequences = []
     for _ in range(draw(st.integers(1, most))):
         source = draw(st.sampled_from(made)) if made and draw(st.booleans()) else []
@@ -54,7 +55,7 @@ def sequences(draw: st.DrawFn, most: int = 9) -> Sequences:
 
 
 def paths(trie: PrefixTrie, given_sequences: Sequences) -> list[tuple[list[int], list[int]]]:
-    """Of each sequence the ids along its pieces, and their rows."""
+    """Return the ids along each sequence's pieces, and their rows."""
     starts = {0: 0}
     for s, length in enumerate(trie.lengths):
         starts[s + 1] = starts[s] + length
@@ -87,13 +88,13 @@ def test_a_trie_holds_every_sequence(given_sequences: Sequences, cost: tuple[flo
     inside = {member for group in groups for member in group}
     for member, pieces in enumerate(trie.pieces):
         assert member in inside or len(pieces) == 1
-    if cost == (0.0, 0.0):  # then every token that can be shared is
+    if cost == (0.0, 0.0):  # then every token that can be shared is shared
         fresh = [len(given_sequences[0]), *(len(b) - shared_tokens(a, b) for a, b in pairwise(given_sequences))]
         assert trie.tokens == sum(fresh)
 
 
 def cheapest(given_sequences: Sequences, merge: float, node: float) -> float:
-    """By trial of all sets of beginnings that at least two sequences have."""
+    """Find the lowest cost by trying all sets of prefixes that at least two sequences have."""
     starts = {tuple(a[:n]) for a, b in pairwise(given_sequences) for n in [shared_tokens(a, b)] if n}
     best = float("inf")
     for flags in product((False, True), repeat=len(starts)):
@@ -110,7 +111,7 @@ def cheapest(given_sequences: Sequences, merge: float, node: float) -> float:
 
 
 def priced(trie: PrefixTrie, given_sequences: Sequences, merge: float, node: float) -> float:
-    """What a trie costs, by its pieces: a segment that several sequences have is shared."""
+    """Return the cost of a trie from its pieces: a segment of several sequences is shared."""
     having = Counter(row for pieces in trie.pieces for _, row in pieces)
     merged = 0
     for ids, pieces in zip(given_sequences, trie.pieces, strict=True):
@@ -135,14 +136,14 @@ def test_the_order_is_that_of_the_ids(given_sequences: Sequences) -> None:
 
 
 def test_by_hand() -> None:
-    """abcd, abcd again, abce, ab, x; the equal ones share all that they are."""
+    """abcd, abcd again, abce, ab, x; equal sequences share everything."""
     given_sequences = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [9]]
     with costs():
         trie = build_trie(ordered(given_sequences))
     assert trie.ids(ordered(given_sequences)).tolist() == [1, 2, 3, 4, 5, 9]
     assert trie.lengths == [2, 1, 1, 1, 1] and trie.parents == [-1, 0, 1, 1, -1]
     assert trie.pieces == [[(0, 0)], *[[(0, 0), (2, 2), (3, 3)]] * 2, [(0, 0), (2, 2), (3, 4)], [(0, 5)]]
-    assert shared_groups(ordered(given_sequences)) == []  # of five tokens none is worth a merge at the measured costs
+    assert shared_groups(ordered(given_sequences)) == []  # five tokens are not worth a merge at the measured costs
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_what_is_worth_it(prompt: int, completion: int, members: int, shared: bo
 @given(st.integers(1, 150), st.integers(0, 60), st.integers(1, 9))
 @settings(max_examples=30, derandomize=True, deadline=None)
 def test_tokens_of_a_group_are_what_is_computed(prompt: int, own: int, members: int) -> None:
-    """Of prompts of any length up to the longest the most; whether the longest is shared is what is chosen."""
+    """The estimate is the largest over prompts up to the given length; the longest decides whether it is shared."""
 
     def computed(common_tokens: int) -> int:
         group = [list(range(common_tokens)) + [1000 * (m + 1) + n for n in range(own)] for m in range(members)]
@@ -181,7 +182,7 @@ def test_a_group_is_cut_by_members(given_sequences: Sequences, budget: int) -> N
 
 
 def test_a_run_with_fewer_members_is_held_to_the_budget_too() -> None:
-    """At the real costs a prompt may be worth sharing by 12 members and not by 8, which then are more tokens."""
+    """At the real costs sharing a prompt may pay for 12 members but not for 8, which then are more tokens."""
     rng = random.Random(0)
     shorter = 0
     for _ in range(300):
@@ -195,7 +196,7 @@ def test_a_run_with_fewer_members_is_held_to_the_budget_too() -> None:
 
 
 def test_a_cut_falls_where_the_least_is_shared() -> None:
-    """Two first turns: the prefix is repeated, neither turn is."""
+    """With two first turns, the prefix is repeated, but neither turn is."""
     prompt = [0] * 10
     members = [[*prompt, turn, turn, turn, turn, n] for turn in (1, 2) for n in range(3)]
     with costs():
@@ -206,7 +207,7 @@ def test_a_cut_falls_where_the_least_is_shared() -> None:
 
 @pytest.mark.slow
 def test_a_long_chain_of_prefixes() -> None:
-    """Deeper than Python's stack."""
+    """The chain is deeper than Python's stack."""
     given_sequences = [list(range(n)) for n in range(1, 1200)]
     with costs():
         trie = build_trie(ordered(given_sequences))

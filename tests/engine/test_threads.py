@@ -1,4 +1,4 @@
-"""How many threads a run computes with: the rule, that it is kept to the run, and that it is recorded."""
+"""The number of threads of a run: the rule, its restoration after the run, and its record."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Trackers follow metrics.jsonl in processes of their own: what they get, once or again, and that none harms a run.
+"""Trackers follow metrics.jsonl in separate processes: what they receive, once or again, and that none harms a run.
 
-The trackers here are small stand-ins that write down how they are called.
+The trackers here are small stand-ins that record how they are called.
 """
 
 import json
@@ -79,7 +79,7 @@ Told = Callable[[], list[Any]]
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Installs the stand-ins; what they were told since it was asked last."""
+    """Install the stand-ins; return a function that reads their calls since it was last called."""
     for name, text in {"noted.py": NOTE, **FAKES}.items():
         path = tmp_path / "fakes" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,15 +117,15 @@ def test_a_run_that_goes_on_continues_its_curves(name: str, tmp_path: Path, told
     assert sent(first) == [(0, "eval"), (1, "train"), (2, "train"), (3, "train"), (3, "eval")]
     assert next(line[2] for line in first if line[:2] == ["log", 2])["train/reward"] == 2 / 30
     assert first[-1] == ["finish", 0]
-    run.truncate_after(2)  # as a run does that goes on from the checkpoint of step 2
+    run.truncate_after(2)  # as a run does when it resumes from the checkpoint of step 2
     with tracking(run.path, [name], 2):
         steps(run, 3, 4)
     again = told()
     if name == "tensorboard":
-        assert ["begin", 3] not in first and again[1] == ["begin", 3]  # hides what follows, and all of it comes again
+        assert ["begin", 3] not in first and again[1] == ["begin", 3]  # hides later records, which are sent again
         assert sent(again) == [(3, "train"), (4, "train"), (4, "eval")]
     else:
-        assert again[0][:2] == first[0][:2] and again[0][2] == "allow"  # the identity that it had
+        assert again[0][:2] == first[0][:2] and again[0][2] == "allow"  # its earlier identity
         assert sent(again) == [(4, "train"), (4, "eval")]
 
 
@@ -183,7 +183,7 @@ def test_what_is_sent_of_a_record() -> None:
 def test_one_that_is_not_installed_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wandb").mkdir()  # a folder of that name, as wandb leaves one, is not the package
+    (tmp_path / "wandb").mkdir()  # a folder of that name, such as wandb leaves, is not the package
     monkeypatch.setattr(trackers.sys, "path", [str(tmp_path)])
     monkeypatch.delitem(trackers.sys.modules, "wandb", raising=False)
     recipe = from_dict(Recipe, {"model": {"path": "nowhere"}, "run": {"trackers": ["wandb"]}}, "test")

@@ -1,6 +1,6 @@
-"""What the programs of a launch read and write, byte by byte: nothing outside of the tensors given, and no race.
+"""Byte-by-byte record of the accesses of a launch's programs: none outside the given tensors, and no race.
 
-Triton 3.6 and 3.7 hand every access to the same four methods of the interpreter's builder.
+Triton 3.6 and 3.7 pass every access to the same four methods of the interpreter's builder.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 
 
 class ProofError(AssertionError):
-    """What a kernel does that no kernel may."""
+    """A forbidden action of a kernel."""
 
 
 @dataclass
 class _Touched:
-    """What one instruction of one program touched: addresses of elements, each once, and the bytes of an element."""
+    """The accesses of one instruction of one program: addresses of elements, each once, and the bytes of an element."""
 
     addresses: np.ndarray
     itemsize: int
     program: int
 
     def bytes_in(self, sorted_bytes: np.ndarray) -> np.ndarray:
-        """Of the bytes touched those that are in a sorted array of bytes."""
+        """Return the touched bytes that are in a sorted array of bytes."""
         if not len(sorted_bytes):
             return np.empty(0, np.int64)
         at = np.searchsorted(sorted_bytes, self.addresses).clip(max=len(sorted_bytes) - 1)
@@ -39,7 +39,7 @@ class _Touched:
 
 @dataclass
 class Accesses:
-    """Of one launch. inside: first byte, and last + 1, of each stretch of memory that it may touch."""
+    """The accesses of one launch. inside: first byte, and last + 1, of each stretch of memory that it may touch."""
 
     inside: list[tuple[int, int]]
     keep: bool
@@ -75,7 +75,7 @@ class Accesses:
             raise ProofError(f"a {what} outside of every tensor that the launch was given")
 
     def races(self) -> list[str]:
-        """What two programs do to one byte that they must not."""
+        """Return descriptions of the forbidden accesses of two programs to one byte."""
         found = []
         none = np.empty(0, np.int64)
         writes = np.concatenate([none, *(bytes_ for bytes_, _, _ in self.writes)])
@@ -84,7 +84,7 @@ class Accesses:
         order = np.lexsort((values, writes))
         same = np.diff(writes[order]) == 0
         differing = writes[order][1:][same & (values[order][1:] != values[order][:-1])]
-        # A program may well overwrite what it wrote itself: two programs are needed.
+        # A program may overwrite its own writes: a race needs two programs.
         if count := len(np.intersect1d(differing, _of_several(writes, writers))):
             found.append(f"{count} bytes written by several programs, with different values")
         changed, changers = _bytes_of(self.atomics)
@@ -105,12 +105,12 @@ class Accesses:
 
 
 def _spread(addresses: np.ndarray, itemsize: int) -> np.ndarray:
-    """The bytes of elements at these addresses."""
+    """Return the bytes of elements at these addresses."""
     return (addresses[:, None] + np.arange(itemsize)).ravel()
 
 
 def _bytes_of(touched: Sequence[_Touched]) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes, programs) of all of them."""
+    """Return (bytes, programs) of all of them."""
     spread = [_spread(one.addresses, one.itemsize) for one in touched]
     programs = [np.full(len(bytes_), one.program) for one, bytes_ in zip(touched, spread, strict=True)]
     none = np.empty(0, np.int64)
@@ -118,7 +118,7 @@ def _bytes_of(touched: Sequence[_Touched]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_several(addresses: np.ndarray, programs: np.ndarray) -> np.ndarray:
-    """The addresses that more than one program touches."""
+    """Return the addresses that more than one program touches."""
     order = np.lexsort((programs, addresses))
     addresses, programs = addresses[order], programs[order]
     return np.unique(addresses[1:][(np.diff(addresses) == 0) & (np.diff(programs) != 0)])
@@ -126,7 +126,7 @@ def _of_several(addresses: np.ndarray, programs: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def recorded(accesses: Accesses) -> Iterator[Accesses]:
-    """Each access of a launch is checked and noted before it is made."""
+    """Check and record each access of a launch before it is made."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     load, store = Builder.create_masked_load, Builder.create_masked_store

@@ -1,9 +1,9 @@
 """Arithmetic as a GPU does it, where the interpreter's is more exact or less.
 
-bfloat16 is rounded to nearest, ties to even, where the interpreter cuts off. Exponentials, logarithms, quotients and
-roots of float32 may be off by what a GPU's may be (PTX ISA, "Floating Point Instructions": ex2.approx and lg2.approx
-2^-22, div.full 2 ulp, rsqrt.approx 2^-22.9, sqrt.approx 2^-23), each by a share that follows from the operand's bits.
-So a tolerance can be tried before a GPU tries it.
+bfloat16 is rounded to nearest, ties to even, where the interpreter truncates. Exponentials, logarithms, quotients and
+roots of float32 have the errors that a GPU's may have (PTX ISA, "Floating Point Instructions": ex2.approx and
+lg2.approx 2^-22, div.full 2 ulp, rsqrt.approx 2^-22.9, sqrt.approx 2^-23), each scaled by a factor that follows from
+the operand's bits. A tolerance can therefore be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 @contextmanager
 def bfloat16_to_nearest() -> Iterator[None]:
-    """float32 becomes the nearest bfloat16, of two the even one."""
+    """Convert float32 to the nearest bfloat16, ties to even."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -36,7 +36,7 @@ def bfloat16_to_nearest() -> Iterator[None]:
 
 
 def _noise(x: np.ndarray) -> np.ndarray:
-    """Between -1 and 1, a function of the bits of x."""
+    """Return values between -1 and 1, a function of the bits of x."""
     bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return ((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1).reshape(x.shape)
 
@@ -59,7 +59,7 @@ def _relative(function: Callable[[np.ndarray], np.ndarray], bound: float) -> Cal
 
 
 _APPROXIMATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "create_exp": lambda x: _exp2(x * _LOG2_E),  # as Triton's compiler has it: the product is rounded
+    "create_exp": lambda x: _exp2(x * _LOG2_E),  # as in Triton's compiler: the product is rounded
     "create_exp2": _exp2,
     "create_log": lambda x: _log2(x) * _LN_2,
     "create_log2": _log2,
@@ -70,7 +70,7 @@ _APPROXIMATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @contextmanager
 def approximate_functions() -> Iterator[None]:
-    """float32 exp, exp2, log, log2, sqrt, rsqrt and / with the errors of a GPU's; fma rounds once."""
+    """Give float32 exp, exp2, log, log2, sqrt, rsqrt and / the errors of a GPU's; fma rounds once."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     def replaced(name: str) -> Callable[[Any, Any], Any]:

@@ -1,4 +1,4 @@
-"""Every launch inside a context, run in three orders with its accesses watched."""
+"""Launches that run in three orders, with their accesses checked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from interpreter.orders import ORDERS, forwards, program_order
 
 @dataclass
 class Seen:
-    """launches: kernel -> how often it was launched (the runs in other orders do not count)."""
+    """The checked launches. launches: kernel -> number of launches (runs in other orders do not count)."""
 
     launches: Counter[str] = field(default_factory=Counter)
 
 
 def _storages(arguments: Any) -> dict[int, torch.UntypedStorage]:
-    """Address -> storage of every tensor among the arguments, those of tuples and tensor descriptors too."""
+    """Return address -> storage of every tensor among the arguments, including tuples and tensor descriptors."""
     found = {}
     for argument in arguments:
         if isinstance(argument, tuple):
@@ -52,12 +52,12 @@ def checked_launches(seen: Seen) -> Iterator[None]:
         inside = [(at, at + storage.nbytes()) for at, storage in storages.items()]
         races: list[str] = []
         left: dict[str, list[bytes]] = {}
-        for order_name, order in reversed(ORDERS.items()):  # the natural one last, for its results stay
+        for order_name, order in reversed(ORDERS.items()):  # the natural order last, because its results are kept
             for at, storage in storages.items():
                 storage.copy_(before[at])
             with ExitStack() as stack:
                 stack.enter_context(program_order(order))
-                # Which bytes are touched may depend on the order only where there is a race in this one.
+                # The touched bytes may depend on the order only if this order has a race.
                 accesses = stack.enter_context(recorded(Accesses(inside, keep=order is forwards)))
                 try:
                     launch(self, *args, **kwargs)

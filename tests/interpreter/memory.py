@@ -1,6 +1,6 @@
-"""Memory that shows what should not have been read or written: poison in fresh tensors, and NaN on both sides of one.
+"""Memory that reveals wrong reads and writes: poison in fresh tensors, and NaN on both sides of a tensor.
 
-On a CUDA device too, where kernels are compiled.
+Also works on a CUDA device, where kernels are compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GUARD = 64  # elements of NaN before and behind
+GUARD = 64  # elements of NaN before and after a tensor
 
 
 class _Poison(TorchDispatchMode):
@@ -34,7 +34,7 @@ class _Poison(TorchDispatchMode):
 
 
 def poison(tensor: Tensor, lowest: bool = False) -> None:
-    """Fill a tensor with what nobody would compute: NaN, the largest integer or the lowest one, True."""
+    """Fill a tensor with improbable values: NaN, the largest integer or the lowest one, True."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(math.nan)
     elif tensor.dtype == torch.bool:
@@ -46,16 +46,16 @@ def poison(tensor: Tensor, lowest: bool = False) -> None:
 
 @contextmanager
 def poisoned_memory(*, lowest: bool = False) -> Iterator[None]:
-    """Fresh memory that Python code asks torch for is poisoned. What torch allocates for its own results is not."""
+    """Poison fresh memory that Python code requests from torch, but not what torch allocates for its own results."""
     with _Poison(lowest):
         yield
 
 
 class GuardedMemory:
-    """What torch.empty gives is NaN from here on, between guards of NaN, and is remembered. Floats only."""
+    """Replacement of torch.empty that returns NaN between guards of NaN and records each tensor. Floats only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken: list[tuple[Tensor, Tensor]] = []  # what was given, and the memory around it
+        self.taken: list[tuple[Tensor, Tensor]] = []  # each returned tensor, and the memory around it
         monkeypatch.setattr(torch, "empty", self.empty)
         monkeypatch.setattr(torch, "empty_like", lambda x: self.empty(x.shape, dtype=x.dtype, device=x.device))
 
@@ -65,7 +65,7 @@ class GuardedMemory:
         return given
 
     def check(self) -> None:
-        """All that was given has been written, and nothing beside it."""
+        """Check that every returned tensor has been written, and nothing around it."""
         assert self.taken
         for given, memory in self.taken:
             assert not given.isnan().any()
@@ -73,26 +73,26 @@ class GuardedMemory:
 
 
 def _guarded(shape: Sequence[int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """A dense tensor of NaN, and the memory of NaN that it lies in the middle of."""
+    """Return a dense tensor of NaN, and the memory of NaN that contains it in the middle."""
     count = math.prod(shape)
     memory = torch.full((count + 2 * GUARD,), math.nan, dtype=dtype, device=device)
     return memory[GUARD : GUARD + count].view(*shape), memory
 
 
 def between_nans(values: Tensor) -> Tensor:
-    """A copy of `values` on the device, dense, with NaN before and behind it in memory."""
+    """Return a dense copy of `values` on the device, with NaN before and after it in memory."""
     return _guarded(values.shape, values.dtype, DEVICE)[0].copy_(values)
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Normal values of a seed, `scale` times, rounded to `dtype`, with NaN before and behind them in memory."""
+    """Return normal values of a seed, times `scale`, rounded to `dtype`, with NaN before and after them in memory."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return between_nans((values * scale).to(dtype))
 
 
 @contextmanager
 def saved_tensors() -> Iterator[list[int]]:
-    """Yield the addresses of what autograd saves inside."""
+    """Yield the addresses of the tensors that autograd saves inside."""
     saved: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Programs of a launch in another order than by their numbers: on a GPU nobody says in which they run."""
+"""Orders of a launch's programs other than by index, because a GPU does not define their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backwards(count: int) -> Sequence[int]:
     return range(count)[::-1]
 
 
-@cache  # asked for by every program
+@cache  # called by every program
 def shuffled(count: int) -> Sequence[int]:
     places = list(range(count))
     random.Random(count).shuffle(places)
@@ -32,7 +32,7 @@ ORDERS: dict[str, Order] = {"forwards": forwards, "backwards": backwards, "shuff
 
 @contextmanager
 def program_order(order: Order) -> Iterator[None]:
-    """Programs run in another order than by their numbers: the n-th to run is order(count)[n]."""
+    """Run programs in another order than by index: the n-th to run is order(count)[n]."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     natural = Builder.set_grid_idx

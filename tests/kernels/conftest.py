@@ -1,4 +1,4 @@
-"""Fixtures of the layers' kernels."""
+"""Fixtures of the kernels' tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from interpreter import bfloat16_to_nearest
 
 @pytest.fixture
 def rounds_to_nearest() -> Iterator[None]:
-    """Casts to bfloat16 round as a GPU's do."""
+    """Round casts to bfloat16 as a GPU does."""
     pytest.importorskip("triton")
     with bfloat16_to_nearest():
         yield

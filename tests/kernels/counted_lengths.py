@@ -1,7 +1,7 @@
-"""What the launchers would have compiled for batches of several lengths: kernel -> number of binaries, as JSON.
+"""Count the binaries that the launchers would compile for batches of several lengths, as JSON: kernel -> number.
 
-Run by test_compiled_once.py, where kernels are compiled and not interpreted. Nothing is compiled: a stand-in for the
-driver says which GPU there is, and the launcher's own binder says which binary it would ask for.
+test_compiled_once.py runs this where kernels are compiled and not interpreted. Nothing is compiled: a stand-in for the
+driver reports the GPU, and the launcher's own binder says which binary it would request.
 """
 
 import json
@@ -37,7 +37,7 @@ LENGTHS = (1, 2, 16, 63, 64, 1000)
 
 
 class Driver:
-    """Enough of one."""
+    """The part of Triton's driver that the binder uses."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -53,7 +53,7 @@ class Driver:
 
 
 def count(kernel: Any, seen: set[str]) -> None:
-    """From here on the kernel notes what it would compile, and does not run."""
+    """Make the kernel record which binaries it would compile, instead of running."""
 
     def run(*arguments: Any, grid: Any = None, warmup: Any = None, **options: Any) -> None:
         _, specialisation, chosen = kernel.device_caches[0][-1](*arguments, **options)
@@ -86,7 +86,7 @@ def layers(n: int) -> None:
 
 
 def draws(n: int) -> None:
-    """Of more than 16 rows and of no more, whose tilings differ."""
+    """Draw with more than 16 rows, at one temperature per row and at one for all."""
     n += 16
     many, head = torch.zeros(n + 1, dtype=torch.int64), torch.zeros(500, 64)
     for temperature in (torch.zeros(n + 1)[1:], torch.zeros(1).expand(n)):
@@ -107,7 +107,7 @@ def attention(n: int) -> None:
 
 
 def forest(n: int) -> None:
-    """Of two segments below another."""
+    """Attend over two segments below a third."""
     layout = PrefixForest([n, 3, n], [-1, 0, 0], attention=forest_triton.TritonForest())
     q, k, v = (torch.ones(2 * n + 3, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (14, 2, 2))
     out = prefix_attention(q, k, v, layout)
@@ -115,7 +115,7 @@ def forest(n: int) -> None:
 
 
 def delta(n: int) -> None:
-    """Of a segment and one that goes on where it ended, read out of wider rows."""
+    """Run a segment and another that continues it, read from wider rows."""
     wide, conv = (torch.ones(*x, dtype=torch.bfloat16, requires_grad=True) for x in ((n + 3, 256), (192, 4)))
     spans = Spans([n, 1, 2], [-1, 0, 0], torch.device("cpu"))
     readers = partial(spans.readers, 4)

@@ -1,4 +1,4 @@
-"""Attention over whole sequences, packed one after the other: values and gradients against loops in float64."""
+"""Tests of attention over packed whole sequences: values and gradients against loops in float64."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from attention_cases import brute, budget, make_qkv
 
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 
-# Query heads, key/value heads, head dimension: no sharing, one shared head, and the ratios of Qwen2.5's models.
+# Query heads, key/value heads, head dimension: no sharing, one shared head, and the ratios of the Qwen2.5 models.
 HEADS = [(1, 1, 8), (4, 4, 10), (4, 2, 24), (3, 1, 64), (14, 2, 64), (7, 1, 24)]
 LENGTHS = [[1], [1, 1, 1], [63, 1, 100, 17], [5, 64, 65]]
 
@@ -37,7 +37,7 @@ def test_varlen_gradients(heads: tuple[int, int, int]) -> None:
         grads.append(torch.autograd.grad((out * weights.to(dtype)).sum(), leaves))
     for truth, double, single in zip(*grads, strict=True):
         torch.testing.assert_close(double, truth, rtol=0, atol=1e-10)
-        # Each is a sum of up to 20 x 64 terms: in the worst order off by the root of that many roundings, 36.
+        # Each value is a sum of up to 20 x 64 terms: in the worst order off by the root of that many roundings, 36.
         assert (single.double() - truth).norm() <= 64 * 2**-24 * truth.norm()
 
 
@@ -53,7 +53,7 @@ def test_layout_gives_places_and_positions() -> None:
 
 
 def test_a_pack_is_each_sequence_alone() -> None:
-    """What stands in other sequences changes nothing but rounding; a poisoned one stays with its poison."""
+    """Other sequences' contents change nothing but rounding; a poisoned sequence affects only itself."""
     lengths = [9, 30, 1, 17]
     qkv = make_qkv(4, 2, 16, sum(lengths))
     packed = varlen_attention(*qkv, Varlen(lengths)).split(lengths)

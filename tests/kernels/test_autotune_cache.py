@@ -1,4 +1,4 @@
-"""Measured tilings: the fastest is stored, found again for the same GPU, shape and compiler, and for nothing else."""
+"""Tests of measured tilings: the fastest is stored and found again for the same GPU, shape and compiler only."""
 
 import json
 import math
@@ -21,7 +21,7 @@ OTHER = Tiling(rows=128, columns=64, width=32, num_warps=4, num_stages=4)
 
 
 def fake_head(V: int, H: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """What autotune_cache.py looks at, of a head on a GPU that is not there."""
+    """Return the attributes that autotune_cache.py reads, for a head on a GPU that is not present."""
     return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(V, H), device=torch.device("cuda"))
 
 
@@ -55,7 +55,7 @@ def test_the_fastest_is_stored_and_found_by_another_process(monkeypatch: pytest.
     monkeypatch.setattr(winners, "_measured", {})
     assert tiling_for(head) == BFLOAT16 and tiling_for(other) == HOPPER
     record(other, 1664, times | {OTHER: 1.0})
-    record(head, 1664, times | {HOPPER: 1.0})  # takes the place of the earlier one
+    record(head, 1664, times | {HOPPER: 1.0})  # replaces the earlier one
     assert len(json.loads(path.read_text())) == 2
     monkeypatch.setattr(winners, "_measured", {})
     assert tiling_for(head) == HOPPER and tiling_for(other) == OTHER
@@ -126,7 +126,7 @@ def test_measuring_times_every_candidate_with_the_calls_rows(
     assert tiling_for(head) == BFLOAT16 and rows == 1664
     assert capsys.readouterr().out.count(" ms ") == len(seen)
     logprob.chunk_size(None, 560 * 2**20, "triton", head, 8192)
-    assert len(seen) == len(candidates(head))  # once a shape
+    assert len(seen) == len(candidates(head))  # once per shape
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_only(

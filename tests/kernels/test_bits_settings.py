@@ -1,8 +1,8 @@
-"""What is promised of bits, under other instruction sets than this machine's own: a few tests of several files, marked
-`bits`, in processes of their own, since torch and its libraries read these settings when they are loaded.
+"""Tests of promised bits under other instruction sets than this machine's: the tests marked `bits` of several files, in
+separate processes, because torch and its libraries read these settings when they are loaded.
 
-A test that finds the BLAS not batch-invariant skips (batch_invariance.py). It must not where batch invariance is
-promised: with MKL's strict reproducibility on an Intel CPU, and there on one thread with AVX-512.
+A test that finds the BLAS not batch-invariant skips (batch_invariance.py). It must not skip where batch invariance is
+promised: on an Intel CPU with MKL's strict reproducibility, or with AVX-512 on one thread.
 """
 
 import os
@@ -27,7 +27,7 @@ MARKED = [
     "tests/engine/rollout/test_rollout.py",
 ]
 READ = ("MKL_", "ATEN_CPU_", "ONEDNN_", "DNNL_", "OMP_", "PYTEST_")
-NARROW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}  # with MKL_CBWR, a CPU that has no AVX-512
+NARROW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}  # with MKL_CBWR, emulates a CPU without AVX-512
 SETTINGS: list[tuple[dict[str, str], int]] = [
     ({}, 1),
     ({}, 2),
@@ -50,7 +50,7 @@ AVX512 = re.search(r"^flags\b.*\bavx512f\b", cpu_info(), re.MULTILINE) is not No
 
 
 def promised(settings: dict[str, str], threads: int) -> bool:
-    """Whether every probe must say yes here."""
+    """Return whether every probe must find batch invariance here."""
     if not INTEL:
         return False
     return settings.get("MKL_CBWR", "").endswith("STRICT") or (AVX512 and not settings and threads == 1)
@@ -73,7 +73,7 @@ def run_under(settings: dict[str, str], threads: int) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[list[Future[subprocess.CompletedProcess[str]]]]:
-    """Of each of SETTINGS, as many at a time as there are processors, for most of a run keeps one busy."""
+    """Start the tests under each of SETTINGS, one process per processor at a time: most of a run keeps one busy."""
     pool = ThreadPoolExecutor(os.cpu_count())
     yield [pool.submit(run_under, settings, threads) for settings, threads in SETTINGS]
     pool.shutdown(cancel_futures=True)

@@ -1,6 +1,6 @@
-"""The loss with its Triton backend, head and coefficients: against float64, and against the torch backend.
+"""Tests of the loss with its Triton backend, head and coefficients: against float64, and against the torch backend.
 
-On a CUDA device the compiled kernels run. Elsewhere Triton's interpreter runs the same source on a CPU; it shows
+On a CUDA device the compiled kernels run. Otherwise Triton's interpreter runs the same source on a CPU; it shows
 neither races nor limits of shared memory.
 """
 
@@ -18,7 +18,7 @@ from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import CHOICES, EXP_CAP
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -26,16 +26,16 @@ NAMES = ("loss", "logprobs", "ratios", "entropy", "hidden_grad", "head_grad")
 
 
 def triton(case: Case, **options: Any) -> dict[str, Any]:
-    """`run` with the Triton backend on the device, its results brought back."""
+    """Call `run` with the Triton backend on the device, and return its results on the CPU."""
     there = Case(*(tensor.to(DEVICE) for tensor in case.__dict__.values()))
     found = run(there, backend="triton", **options)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def assert_within_float32(case: Case, **options: Any) -> None:
-    """float64 is the truth, and an error, its norm over a whole tensor, may be what float32 must be granted."""
+    """Compare with float64: the norm of the error over a whole tensor must be within float32's budget."""
     exact = {name: value for name, value in options.items() if name != "chunk_rows"}
-    # old and reference log-probs of this temperature, or single ratios would decide everything
+    # old and reference log-probs of this temperature; otherwise single ratios would dominate everything
     shift = brute(case, **exact)["logprobs"] - brute(case)["logprobs"]
     case = replace(case, old=case.old + shift, ref=case.ref + shift)
     truth, budget = brute(case, **exact), float32_budget(case, **exact)
@@ -45,7 +45,7 @@ def assert_within_float32(case: Case, **options: Any) -> None:
         assert (ours[name].double() - truth[name]).norm() <= budget[name], name
 
 
-# The options vary along with the lengths, so that the table stays small.
+# The options vary with the lengths, so that the table stays small.
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,9 +93,9 @@ def test_extreme_logits(scale: float) -> None:
 @pytest.mark.parametrize("wrong", [25.0, -25.0, 31.0, -31.0, 200.0, -200.0, 1e4, -1e4])
 @pytest.mark.fast_cases(2)
 def test_a_wrong_guess_of_the_log_prob_is_corrected(wrong: float) -> None:
-    """The old log-prob places the exponentials; where it is far off the result is the same."""
+    """The old log-prob sets the offset of the exponentials; the result is the same if it is far off."""
     case = make_case(300, H=24, V=200, seed=3)
-    # With the policy gradient switched off the old log-prob has no say but in the placing.
+    # With the policy gradient switched off the old log-prob affects nothing but the offset.
     case = replace(case, advantages=torch.zeros(300), weights=case.weights + 0.1)
     one_row = torch.arange(300) == 140
     ours = triton(replace(case, old=case.old + wrong * one_row).to(torch.float32), beta=0.5, kl_value="k2")
@@ -152,7 +152,7 @@ def test_rows_beyond_the_vocabulary_change_nothing_where_the_matmuls_are_padded(
     budget = float32_budget(case, beta=0.1, entropy_coef=entropy_coef)
     case = case.to(torch.float32)
     rest = torch.ones(29, 16)
-    rest[22, 3] = beyond  # row 63: the last that zeros are multiplied with
+    rest[22, 3] = beyond  # row 63: the last one that is multiplied by zeros
     hidden, head, *vectors = (
         tensor.to(DEVICE) for tensor in replace(case, head=torch.cat([case.head, rest])).arguments
     )
@@ -173,7 +173,7 @@ def test_rows_beyond_the_vocabulary_change_nothing_where_the_matmuls_are_padded(
     assert (buffer[41:] == 7.0).all()
     assert result.hidden_grad_TH is not None
     for name, found in (("hidden_grad", result.hidden_grad_TH), ("head_grad", buffer[:41] - 7.0)):
-        rounded = 70 * 2**-23 * truth[name].numel() ** 0.5 if name == "head_grad" else 0.0  # 7 + x is no x + 7
+        rounded = 70 * 2**-23 * truth[name].numel() ** 0.5 if name == "head_grad" else 0.0  # 7 + x is rounded
         assert (found.cpu().double() - truth[name]).norm() <= budget[name] + rounded, name
     assert (result.logprobs.cpu().double() - truth["logprobs"]).norm() <= budget["logprobs"]
 
@@ -204,7 +204,7 @@ def test_more_columns_than_one_block_of_tiles_reduces() -> None:
 
 
 def test_near_certainty_and_near_the_reference_nothing_cancels() -> None:
-    """1 - p_y of 1e-5, and k3 at d of 1e-4: float32 would lose most of either if it were written e^x - 1."""
+    """1 - p_y of 1e-5, and k3 at d of 1e-4: float32 would lose most of either if it were computed as e^x - 1."""
     case = make_case(40, H=8, V=6, seed=1, spread=1e-4)
     head = torch.zeros(6, 8, dtype=torch.float64)
     head[0, 0] = 13.0
@@ -214,12 +214,12 @@ def test_near_certainty_and_near_the_reference_nothing_cancels() -> None:
     case = replace(case, old=logp, ref=logp - 1e-4, advantages=-torch.ones(40), weights=case.weights + 0.1)
     found, truth = triton(case.to(torch.float32), beta=1.0), brute(case, beta=1.0)
     relative = (found["head_grad"][0].double() - truth["head_grad"][0]).norm() / truth["head_grad"][0].norm()
-    # A GPU's 2^x is good to 2^-22 of itself and its log2, near 1, to 2^-22; a sum near 1 adds 2^-24. 1 - p is 1.1e-5.
+    # A GPU's 2^x has a relative error of 2^-22, its log2, near 1, of 2^-22; a sum near 1 adds 2^-24. 1 - p is 1.1e-5.
     assert relative < 2**-22 * (1 + math.log(2) + 0.25) / -math.expm1(float(logp.mean()))
     case = replace(case, advantages=torch.zeros(40), head=head * 0, ref=logp * 0 - math.log(6) - 1e-4)
     case = replace(case, old=logp * 0 - math.log(6))
     found, truth = triton(case.to(torch.float32), beta=1.0), brute(case, beta=1.0)
-    # d is the difference of two numbers near log 6: three roundings, and a GPU's log2. k3 is a half of its square.
+    # d is the difference of two numbers near log 6: three roundings, and a GPU's log2. k3 is half of its square.
     off = math.log(6) * (2**-22 + 3 * 2**-24) / 1e-4
     for name, limit in (("head_grad", off), ("k3", 2 * off)):
         assert (found[name].double() - truth[name]).norm() < limit * truth[name].norm(), name
@@ -250,7 +250,7 @@ def test_one_row_with_a_gradient_does_not_make_chunks_of_one(monkeypatch: pytest
     case = make_case(300, V=20).to(torch.float32)
     advantages = torch.zeros(300).index_fill_(0, torch.tensor([7]), -1.0)
     triton(replace(case, advantages=advantages, weights=torch.ones(300)))
-    assert sorted(launches) == [1, 299]  # the row with a gradient, all others
+    assert sorted(launches) == [1, 299]  # the row with a gradient, and all others
 
 
 def test_the_head_gradient_is_added_to_a_buffer() -> None:
@@ -261,14 +261,14 @@ def test_the_head_gradient_is_added_to_a_buffer() -> None:
     options: dict[str, Any] = {"ref_logprobs_T": case.ref.to(DEVICE), "beta": 0.2, "chunk_rows": 64}
     result = grpo_loss(hidden.requires_grad_(), head, *rest, lm_head_grad_VH=buffer, backend="triton", **options)
     assert not result.loss.requires_grad
-    rounded = 150 * 2**-24 * buffer.abs().max()  # by at most one addition a row, in any order
+    rounded = 150 * 2**-24 * buffer.abs().max()  # at most one addition per row, in any order
     torch.testing.assert_close(buffer.cpu() - 7.0, ordinary["head_grad"], rtol=0, atol=rounded.item())
     assert torch.equal(result.hidden_grad_TH.cpu(), ordinary["hidden_grad"])
 
 
 @pytest.mark.fast_cases(0, gpu=1)
 def test_bits() -> None:
-    """Equal inputs give equal bits; the log-prob's are the loss's; dropped rows and chunks change none."""
+    """Equal inputs give equal bits; log-probs have the loss's bits; dropped rows and chunks change none."""
     case = make_case(200, H=48, V=300).to(torch.float32)
     case = case if CUDA else on_grid(case)
     case = replace(case, old=case.old + torch.linspace(-60, 60, 200))  # some offsets are corrected

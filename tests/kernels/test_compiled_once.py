@@ -1,4 +1,4 @@
-"""A kernel is not compiled anew for each length: one binary of every kernel serves six of them."""
+"""Test that a kernel is not recompiled for each length: one binary of every kernel serves six lengths."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 def test_all_lengths_share_one_binary(tmp_path: Path) -> None:
-    """A kernel that counted_lengths.py does not launch has 0: give it a launch there."""
+    """A count of 0 means that counted_lengths.py does not launch the kernel: add a launch there."""
     found = said((str(Path(__file__).with_name("counted_lengths.py")),), tmp_path)
     assert found.pop("_coefficients_kernel") == 2  # with an entropy bonus and without
     assert found.pop("_sum_parts_kernel") == 2  # the widths of its two users

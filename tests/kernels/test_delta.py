@@ -1,5 +1,5 @@
-"""The gated delta rule: the chunked form against the recurrence in float64, its gradients, states, and its error beside
-that of transformers' torch code."""
+"""Tests of the gated delta rule: the chunked form against the recurrence in float64, its gradients and states, and its
+error compared with that of transformers' torch code."""
 
 from importlib.util import find_spec
 from inspect import unwrap
@@ -21,7 +21,7 @@ LENGTHS = (0, 1, 5, 16, 17, 3, 40)
 @pytest.mark.parametrize("chunk", [1, 4, 16, 64])
 @pytest.mark.parametrize("forgets", [0.01, 1.0])
 def test_by_chunks_results_and_gradients_are_the_recurrences(chunk: int, forgets: float) -> None:
-    """In float64, so that rounding hides nothing: some hundred roundings of values of about 1, and 1e-13 a factor."""
+    """In float64, so that rounding hides nothing: a hundred roundings of values of about 1, and 1e-13 a factor."""
     given = drawn(LENGTHS, forgets=forgets)
     wanted, found = gradients(reference_gated_delta, *given), gradients(gated_delta, *given, chunk=chunk)
     assert len(wanted) == len(found) == 8
@@ -30,7 +30,7 @@ def test_by_chunks_results_and_gradients_are_the_recurrences(chunk: int, forgets
 
 
 def test_a_sequence_goes_on_where_another_ended() -> None:
-    """And its gradient returns by the state: two continuations of one beginning, as whole sequences and as a trie."""
+    """The gradient flows back through the state: two continuations of one prefix, as whole sequences and as a trie."""
     (tensors, _, _), first, rest = drawn((30,)), 11, 19
     inputs = [x.requires_grad_(True) for x in tensors]
     whole = [torch.cat([x, x[:first], x[first:].flip(0)]) for x in inputs]
@@ -50,7 +50,7 @@ def test_a_sequence_goes_on_where_another_ended() -> None:
 
 
 def test_nothing_overflows_where_all_is_forgotten() -> None:
-    """A decay of -1e4 a token: the product underflows, o is the last correction alone, and no gradient is NaN."""
+    """A decay of -1e4 per token: the product underflows, o is the last correction alone, and no gradient is NaN."""
     tensors, bounds, state = drawn((70,), dtype=torch.float32)
     tensors[3] = torch.full_like(tensors[3], -1e4)
     out, _, *slopes = gradients(gated_delta, tensors, bounds, state)
@@ -63,14 +63,14 @@ def test_nothing_overflows_where_all_is_forgotten() -> None:
 
 
 def test_float32_is_at_most_twice_as_far_from_the_truth_as_transformers() -> None:
-    """Over whole tensors, results and gradients, at the model's heads of 128 and over several chunks."""
+    """Compares whole tensors, results and gradients, with the model's heads of 128 and over several chunks."""
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
-    plain = unwrap(modeling.torch_chunk_gated_delta_rule)  # where fla is installed, its kernels stand there
+    plain = unwrap(modeling.torch_chunk_gated_delta_rule)  # if fla is installed, its kernels replace the function
     lengths = (200, 64, 150)
     tensors, bounds, state = drawn(lengths, forgets=0.1, width=128)
 
     def theirs(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, _: Any, state: Tensor) -> Any:
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))  # older versions want it
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))  # older versions require it
         found = [
             plain(
                 *(x[None, a:b] for x in (q, k, v)),
@@ -84,7 +84,7 @@ def test_float32_is_at_most_twice_as_far_from_the_truth_as_transformers() -> Non
         return torch.cat([out[0] for out, _ in found]), torch.cat([final for _, final in found])
 
     narrow, narrow_state = [x.float() for x in tensors], state.float()
-    # The truth of what float32 is given.
+    # The truth is computed from the float32 inputs.
     truth = gradients(reference_gated_delta, [x.double() for x in narrow], bounds, narrow_state.double())
     ours, peer = (gradients(f, narrow, bounds, narrow_state) for f in (gated_delta, theirs))
     for mine, other, exact in zip(ours, peer, truth, strict=True):
@@ -112,7 +112,7 @@ def test_dtypes_and_what_does_not_fit() -> None:
 
 
 def test_flash_linear_attention_gets_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences along the second axis, decays as logs, states [N, V, D, E]; the test on a GPU runs the library."""
+    """Sequences along the second axis, decays as logs, states [N, V, D, E]; the GPU test runs the library itself."""
 
     def rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         assert given.keys() == {"initial_state", "output_final_state", "cu_seqlens"} and given["output_final_state"]

@@ -1,5 +1,5 @@
-"""The gated delta rule of a rollout: in whatever pieces rows come, the bits are the same; states that were not taken
-are forgotten; by chunks and token by token it is the recurrence."""
+"""Tests of the gated delta rule in a rollout: bits do not depend on how rows are split over steps; states of rejected
+rows are discarded; chunked and token by token, the results are the recurrence's."""
 
 from itertools import pairwise
 from random import Random
@@ -34,21 +34,21 @@ def rows_of(inputs: DeltaInputs, index: Tensor) -> DeltaInputs:
 
 
 def rings(slots: int, dtype: torch.dtype = torch.float32, ring: int = RING) -> Rings:
-    # What lies in a slot before it is used must not matter, but for the state that a sequence begins with.
+    # A slot's earlier contents must not matter, except the state that a sequence starts with.
     state = torch.full((slots, ring, V, D, E), 7.0, dtype=dtype)
     state[:, 0] = 0
     return Rings(state, torch.full((slots, ring + WIDTH - 1, CHANNELS), 9.0, dtype=dtype))
 
 
 def run(inputs: DeltaInputs, held: Rings, *runs: tuple[int, int, int]) -> Tensor:
-    """Feed (slot, start, count) runs, packed, and rows of nobody behind them."""
+    """Feed (slot, start, count) runs, packed, followed by padding rows."""
     slot_N, start_N, count_N = (np.array(x) for x in zip(*runs, strict=True))
     laid = delta_runs(slot_N, start_N, count_N, np.cumsum(count_N) - count_N, len(inputs.mixed_TC), (RING, WIDTH), CPU)
     return delta_steps(inputs, held, laid)
 
 
 def expected(inputs: DeltaInputs, lengths: list[int]) -> Tensor:
-    """By the recurrence and torch's own convolution, in the inputs' dtype."""
+    """Compute the result with the recurrence and torch's own convolution, in the inputs' dtype."""
     bounds = [0, *np.cumsum(lengths).tolist()]
     mixed = [
         torch.nn.functional.conv1d(
@@ -63,7 +63,7 @@ def expected(inputs: DeltaInputs, lengths: list[int]) -> Tensor:
 
 
 def test_in_one_piece_it_is_the_recurrence_and_so_is_the_chunked_form() -> None:
-    """In float64: some hundred roundings of values of about 1."""
+    """In float64: about a hundred roundings of values of about 1."""
     lengths = [5, 1, 70, 3]
     inputs = drawn(sum(lengths), dtype=torch.float64)
     wanted = expected(inputs, lengths)
@@ -73,7 +73,7 @@ def test_in_one_piece_it_is_the_recurrence_and_so_is_the_chunked_form() -> None:
     assert float((found - wanted).abs().max()) <= 1e-12
     spans = Spans(lengths, [-1] * 4, CPU)
     assert float((delta_attention(inputs, spans) - wanted).abs().max()) <= 1e-12
-    # A prefill by chunks leaves the same rings.
+    # A chunked prefill leaves the same rings.
     again = rings(6, torch.float64)
     slot_N, start_N, count_N = (np.array(x) for x in zip(*starts, strict=True))
     laid = delta_runs(slot_N, start_N, count_N, np.cumsum(count_N) - count_N, len(wanted), (RING, WIDTH), CPU)
@@ -86,7 +86,7 @@ def test_in_one_piece_it_is_the_recurrence_and_so_is_the_chunked_form() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_bit_depends_on_the_pieces_nor_on_others(seed: int) -> None:
-    """Three sequences in random pieces, beside each other in random order, with rows of nobody behind them."""
+    """Three sequences are fed in random pieces, packed in random order and followed by padding rows."""
     rng, lengths = Random(seed), [40, 23, 31]
     bounds = [0, *np.cumsum(lengths).tolist()]
     inputs = drawn(sum(lengths) + 16, seed)
@@ -114,8 +114,8 @@ def test_no_bit_depends_on_the_pieces_nor_on_others(seed: int) -> None:
 
 
 def test_rows_that_were_not_taken_are_forgotten() -> None:
-    """Up to R rows are fed, and the next step goes on behind any of them; or feeds the last one again."""
-    inputs = drawn(120)  # of which rows from 40 on are wrong
+    """Up to R rows are fed, and the next step continues after any of them, or feeds the last one again."""
+    inputs = drawn(120)  # rows from 40 on are wrong drafts
     wanted = run(inputs, rings(1), (0, 0, 40))
     held, at, rng = rings(1), 0, Random(0)
     while at < 40:
@@ -129,8 +129,8 @@ def test_rows_that_were_not_taken_are_forgotten() -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_the_layout_of_a_gpus_step_is_the_hosts(most: int) -> None:
-    """Rings and results of `NextRows`, which a graph computes, beside those of `delta_runs`; padding writes to the
-    spare slot."""
+    """Rings and results of `NextRows`, which a graph computes, equal those of `delta_runs`; padding writes to the spare
+    slot."""
     slot_N, start_N, count_N = np.array([2, 0, 3]), np.array([7, 0, 20]), np.array([most, 1, min(most, 2)])
     spare, held = 4, [rings(5), rings(5)]
     noise = torch.Generator().manual_seed(3)

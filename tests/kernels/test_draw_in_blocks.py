@@ -1,4 +1,4 @@
-"""A CPU's way draws the token of the dense way, bit for bit, whatever the distribution and however it is cut up."""
+"""Tests that a CPU's draw in blocks gives the token of the dense draw, bit for bit, for any distribution and cuts."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from thresher.kernels.noise import LARGEST_NOISE, minus_gumbel_, uniform_noise
 from thresher.kernels.sampling import SamplingTensors, draw_dense, sample
 
 INFINITY = torch.inf
-# How logits may lie. Each makes [B, V] of a generator.
+# Shapes of the logits. Each makes [B, V] from a generator.
 SHAPES: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "flat": lambda b, v, g: torch.randn(b, v, generator=g),
     "spread": lambda b, v, g: torch.randn(b, v, generator=g) * 8,
@@ -88,7 +88,7 @@ def test_as_dense_with_a_large_vocabulary(name: str, threads: int) -> None:
 
 
 def test_noise_is_computed_for_few_columns_where_few_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for all where all can."""
+    """For logits without a peak it is computed for all columns."""
     computed: list[int] = []
     for name in ("minus_noise", "minus_noise_at"):
         real = getattr(blocks, name)
@@ -105,7 +105,7 @@ def test_noise_is_computed_for_few_columns_where_few_can_win(monkeypatch: pytest
         assert least <= sum(computed) / logits_BV.numel() <= most
 
 
-# (seed, position, token) whose u is the largest that there is.
+# (seed, position, token) whose u is the largest possible value.
 LUCKIEST = [(13, 9, 2774), (10, 14, 85_197), (8, 15, 106_766)]
 
 
@@ -114,7 +114,7 @@ LUCKIEST = [(13, 9, 2774), (10, 14, 85_197), (8, 15, 106_766)]
 @pytest.mark.parametrize("away", [-50, 50], ids=["a tie goes to the other", "a tie goes to it"])
 @pytest.mark.fast_cases(6)
 def test_a_column_at_the_bound_itself(seed: int, position: int, token: int, height: float, away: int) -> None:
-    """The luckiest column there is, from a few roundings below what it takes to win, to a few above."""
+    """The column with the largest noise, from a few roundings below the logit that it needs to win to a few above."""
     width, top = token + 3000, token + away
     seeds_B, positions_B = torch.tensor([seed]), torch.tensor([position])
     minus_g_V = minus_gumbel_(uniform_noise(seeds_B, positions_B, width))[0]
@@ -133,7 +133,7 @@ def test_a_column_at_the_bound_itself(seed: int, position: int, token: int, heig
 
 
 def test_of_equal_scores_the_lowest_id_wins() -> None:
-    """Logits so large that noise is lost in their rounding, over several rows with candidates of their own."""
+    """The logits are so large that rounding loses the noise; each of several rows has its own candidates."""
     logits_BV = torch.full((4, 9000), -1e30)
     for row, columns in enumerate(([8000, 17, 400], [8999], [5, 4], [1, 0, 2])):
         logits_BV[row, columns] = 1e30

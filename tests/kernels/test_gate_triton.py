@@ -1,6 +1,6 @@
-"""The fused gate: against float64, with gradients, element by element; memory, what is saved.
+"""Tests of the fused gate: values and gradients against float64, element by element; written memory and saved tensors.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ pytestmark = [
 
 UNIT32 = 2.0**-24
 draw = partial(drawn, scale=3.0)
-TINY = 1e-35  # of |u| and |dy u|: where e^-g leaves float32, silu is 0 instead of -88 e^-88
+TINY = 1e-35  # times |u| and |dy u|: where e^-g overflows float32, silu is 0 instead of -88 e^-88
 
 
 def both(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `fused_silu_gate`, and the gradient of its input."""
+    """Return the output of `fused_silu_gate` and the gradient of its input."""
     leaf = gate_up.detach().requires_grad_()
     y = fused_silu_gate(leaf)
     return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 
 
 def assert_exact(gate_up: Tensor, grad: Tensor, y: Tensor, found: Tensor) -> None:
-    """Each element is off by its own roundings at most: of the dtype, and of an e^x, |x| of float32's."""
+    """Check that each element is off by at most its own roundings: of the dtype, and for e^x, |x| of float32's."""
     u = torch.finfo(gate_up.dtype).eps / 2
     leaf = gate_up.detach().double().cpu().requires_grad_()
     true_y = silu_gate(leaf)
@@ -89,7 +89,7 @@ def test_where_the_sigmoid_saturates(dtype: torch.dtype) -> None:
     grad = torch.full((1, len(gate)), -0.5, device=DEVICE, dtype=dtype)
     y, found = both(gate_up, grad)
     assert y.isfinite().all() and found.isfinite().all()
-    ordinary = slice(0, 13)  # of +-3e38 the budget is of no use; there it is 0 and g itself
+    ordinary = slice(0, 13)  # for +-3e38 the budget is useless; there the results are 0 and g itself
     kept = torch.cat([gate_up[:, ordinary], gate_up[:, 15:28]], 1)
     halves = [half[:, ordinary] for half in found.chunk(2, -1)]
     assert_exact(kept, grad[:, ordinary], y[:, ordinary], torch.cat(halves, 1))
@@ -98,7 +98,7 @@ def test_where_the_sigmoid_saturates(dtype: torch.dtype) -> None:
 
 
 def test_in_bfloat16_it_rounds_where_qwen2_does() -> None:
-    """But for an e^x on the border between two bfloat16s; without silu's own rounding a quarter would differ."""
+    """Except for an e^x on the border between two bfloat16s; without silu's own rounding a quarter would differ."""
     gate_up = draw(9, 1000, seed=1, dtype=torch.bfloat16)
     y, _ = both(gate_up, draw(9, 500, seed=2, dtype=torch.bfloat16))
     assert (y.cpu() != silu_gate(gate_up.cpu())).double().mean() < 0.01

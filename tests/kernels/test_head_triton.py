@@ -1,6 +1,6 @@
-"""The head in Triton by itself: offsets that were guessed wrong, strides, chunks, real shapes.
+"""Tests of the head in Triton by itself: wrong guesses of offsets, strides, chunks, real shapes.
 
-What it gives within the loss is in test_coefficients_triton.py, which also says what the interpreter cannot show.
+test_coefficients_triton.py tests its results within the loss, and says what the interpreter cannot show.
 """
 
 import math
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from thresher.kernels.head_triton import SLACK, TritonHead, launch_reduce
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -90,14 +90,14 @@ def test_even_chunks_within_the_budget(H: int, mebibytes: int, tiling: Tiling) -
     tiles = math.ceil(151_665 / tiling.columns)
     assert rows % 128 == 0 and rows * (2 * 151_680 + 12 * tiles + 12 * H) < mebibytes * 2**20
     chunks = math.ceil(8192 / rows)
-    assert (rows - 128) * chunks < 8192  # no smaller chunk would do in as many
+    assert (rows - 128) * chunks < 8192  # no smaller chunk would give as few chunks
     assert mebibytes < 1229 or chunks == 3
     assert even_rows(head, tiling, mebibytes * 2**20, 50) == 50 and even_rows(head, tiling, 1, 8192) == 128
 
 
 @pytest.fixture
 def _memory_returned() -> Iterator[None]:
-    """Leave the GPU's memory to other processes."""
+    """Return the GPU's cached memory after the test."""
     yield
     torch.cuda.empty_cache()
 
@@ -106,7 +106,7 @@ def _memory_returned() -> Iterator[None]:
 @pytest.mark.parametrize("H", [896, 1536, 2048, 3584])
 @pytest.mark.usefixtures("_memory_returned")
 def test_real_shapes(H: int) -> None:
-    """Qwen2.5's vocabulary and widths: errors against float64, judged by torch's own in bfloat16, and the workspace."""
+    """Qwen2.5's vocabulary and widths: errors against float64, compared with torch's in bfloat16; the workspace."""
     T, V, columns = 8192, 151_936, 151_665
     noise = torch.Generator("cuda").manual_seed(H)
     hidden = torch.randn(T, H, device="cuda", generator=noise).bfloat16().requires_grad_()
@@ -121,7 +121,7 @@ def test_real_shapes(H: int) -> None:
     options: dict[str, Any] = {"clip_low": 0.9, "clip_high": 10.0, "vocab_size": columns}
 
     def call(chunk_rows: int | None) -> tuple[Tensor, Tensor, int]:
-        """dX, dW and the bytes beside them."""
+        """Return dX, dW and the bytes of further memory."""
         buffer = torch.zeros(V, H, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() + 2 * hidden.numel()
@@ -131,7 +131,7 @@ def test_real_shapes(H: int) -> None:
         assert torch.equal(result.logprobs, logp)
         return result.hidden_grad_TH, buffer, torch.cuda.max_memory_allocated() - before
 
-    call(320)  # cuBLAS takes its own workspace once
+    call(320)  # cuBLAS allocates its own workspace once
     _, _, small = call(320)
     assert small < 150 * 2**20
     hidden_grad, head_grad, workspace = call(None)
@@ -175,7 +175,7 @@ def test_the_reduction_against_float64(rows: int, tiles: int, again_rows: int) -
 
 
 def check_reduction(rows: int, tiles: int, again_rows: int = 16) -> None:
-    """One launch, whose first row and last one have a wrong offset."""
+    """Check one launch whose first and last rows have a wrong offset."""
     noise = torch.Generator().manual_seed(rows)
     z = 6 * torch.randn(rows, tiles, COLUMNS, generator=noise, dtype=torch.float64)  # logits in powers of two
     targets = torch.randint(tiles * COLUMNS, (rows,), generator=noise)
@@ -204,12 +204,12 @@ def check_reduction(rows: int, tiles: int, again_rows: int = 16) -> None:
         again_rows,
     )
     logprobs, entropy, log_normaliser = found.cpu().double()
-    # A result passes through some 16 sums and differences of logits, a power of two and a logarithm, which a GPU has
-    # to 2^-22, and a sum over the tiles.
+    # A result passes through about 16 sums and differences of logits, a power of two and a logarithm, which a GPU
+    # computes to 2^-22, and a sum over the tiles.
     budget = 2**-24 * (16 * float(z.abs().max()) + 64 + tiles)
     torch.testing.assert_close(logprobs, logp.gather(1, targets[:, None])[:, 0], rtol=0, atol=budget)
     torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(1), rtol=0, atol=budget)
-    # A corrected offset is the log-sum-exp itself, up to what its rounding took, which the normaliser keeps.
+    # A corrected offset is the log-sum-exp itself, up to its rounding, which the normaliser keeps.
     corrected = offsets.cpu().double() * math.log(2) + log_normaliser
     torch.testing.assert_close(corrected, nats.logsumexp(1), rtol=0, atol=budget)
     assert (log_normaliser.abs() < SLACK).all() and (log_normaliser[[0, -1]].abs() < 1e-5).all()

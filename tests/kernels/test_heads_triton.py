@@ -1,7 +1,7 @@
-"""The fused norm of heads: against float64, with gradients; memory, what is saved.
+"""Tests of the fused norm of heads: values and gradients against float64; written memory and saved tensors.
 
-An error is held to what rounding grants: a unit roundoff of the dtype for each rounding to it, and of float32 for each
-step of a sum. On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+The limit of an error counts roundings: a unit roundoff of the dtype for each rounding to it, and of float32 for each
+step of a sum. On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from thresher.kernels.heads_triton import _HeadShape, fused_norm_heads
 
 pytestmark = [
     pytest.mark.usefixtures("rounds_to_nearest"),
-    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on lanes that are masked
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # NumPy, on masked lanes
 ]
 
 EPS = 1e-6
@@ -34,8 +34,8 @@ UNIT32 = 2.0**-24
 
 @contextmanager
 def few_programs() -> Iterator[None]:
-    """Small shapes go the way of large ones: a program walks more than its fewest rows, a sum of parts takes two
-    goes."""
+    """Make small shapes take the path of large ones: a program processes more than its fewest rows, and a sum of parts
+    takes two passes."""
     with patch.object(heads_triton, "BACKWARD_WARPS", 3), patch.object(heads_triton, "SUM_ROWS", 2):
         assert [_HeadShape(5, 1, 10).backward_programs(T) for T in (0, 1, 9, 19)] == [0, 1, 3, 3]
         assert _HeadShape(14, 2, 24).programs_of_a_row() == 2 and _HeadShape(14, 2, 24).backward_programs(5) == 2
@@ -51,7 +51,7 @@ def _few_programs() -> Iterator[None]:
 def arguments(
     T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float = 1.0, of_weight: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    """qkv, the weights of queries and keys, and the gradient of the output."""
+    """Return qkv, the weights of queries and keys, and the gradient of the output."""
     weights = ((1 + 0.5 * drawn(D, seed=seed, dtype=torch.float32)).to(of_weight or dtype) for seed in (3, 4))
     return (
         drawn(T, N + 2 * K, D, seed=1, dtype=dtype, scale=scale),
@@ -61,14 +61,14 @@ def arguments(
 
 
 def gradients(function: Any, inputs: tuple[Tensor, ...], kv_heads: int) -> list[Tensor]:
-    """y, then the gradients of qkv and of both weights. inputs: those of `arguments`."""
+    """Return y, then the gradients of qkv and of both weights. inputs: those of `arguments`."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
     y_TMD = function(*leaves, kv_heads, EPS)
     return [y_TMD.detach(), *torch.autograd.grad(y_TMD, leaves, inputs[3])]
 
 
 def exact(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """The formula, in the dtype of its arguments."""
+    """Compute the formula in the dtype of its arguments."""
     K, N = kv_heads, qkv.shape[1] - 2 * kv_heads
     weight_MD = torch.cat([q_weight.expand(N, -1), k_weight.expand(K, -1)])
     heads = qkv[:, : N + K]
@@ -78,7 +78,7 @@ def exact(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: f
 def check(
     T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[Tensor], weights: torch.dtype | None = None
 ) -> None:
-    """y and gradients of `arguments(..)`: each element within a budget from what it is made of in float64."""
+    """Check y and gradients of `arguments(..)`: each element within a budget that its float64 terms determine."""
     qkv, wq, wk, dy = (x.double().cpu() for x in arguments(T, N, K, D, dtype, of_weight=weights))
     truth = gradients(exact, (qkv, wq, wk, dy), K)
     u = torch.finfo(dtype).eps / 2
@@ -136,13 +136,13 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torchs_own_is_within_the_same_budget(dtype: torch.dtype) -> None:
-    """What a CPU runs is held to the formula as well."""
+    """The norm that a CPU runs is compared with the formula as well."""
     inputs = tuple(x.cpu() for x in arguments(19, 5, 1, 10, dtype))
     check(19, 5, 1, 10, dtype, gradients(norm_heads, inputs, 1))
 
 
 def test_it_rounds_where_qwen3_does() -> None:
-    """On a CPU with the bits of transformers' own norm; fused, but for a root on the border between two bfloat16s."""
+    """On a CPU the bits are those of transformers' norm; fused, too, except for roots between two bfloat16s."""
     modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     qkv, wq, wk, _ = (x.cpu() for x in arguments(9, 6, 2, 128, torch.bfloat16))
     theirs = []
@@ -169,7 +169,7 @@ def test_a_row_has_its_own_bits() -> None:
 
 
 def test_weights_gradients_are_sums_of_several_programs() -> None:
-    """Three programs of three rows each, added in two goes."""
+    """Three programs of three rows each are added in two passes."""
     inputs = arguments(9, 5, 1, 10, torch.bfloat16)
     with few_programs():
         check(9, 5, 1, 10, torch.bfloat16, gradients(fused_norm_heads, inputs, 1))

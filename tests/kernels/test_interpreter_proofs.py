@@ -1,12 +1,13 @@
-"""Every Triton kernel under interpreter/: any order of programs, no races, nothing fresh read, a GPU's exp and log.
+"""Proofs of every Triton kernel under interpreter/: any order of programs, no races, no read of uninitialised memory,
+a GPU's exp and log.
 
 A kernel is proved in small launches. The test of its file declares them (docs/add/kernel.md):
 
     def small_launches() -> dict[str, Callable[[], None]]:
-        return {"a ragged length": lambda: ..}       # launches it, and holds the result to float64 itself
+        return {"a ragged length": lambda: ..}       # launches it, and compares the result with float64 itself
 
 They are found by the name of the kernel's file. Each is run twice, with exact exponentials and with approximate ones,
-and together the launches of a file have to run all of its kernels. `make test` runs the last launch of a file.
+and together the launches of a file must run all of its kernels. `make test` runs the last launch of a file.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 KERNEL_TESTS = Path(__file__).parent
 NAME = "small_launches"
@@ -57,11 +58,11 @@ def interpreted() -> None:
     skip_unless_interpreted()
 
 
-# The loss's two files; their tests were there before these proofs were.
+# The loss's two files; their tests are older than these proofs.
 
 
 def _loss(T: int, **options: Any) -> None:
-    """One call of the loss with the Triton backend, two row tiles and two chunks, held to float64."""
+    """Compare one call of the loss with float64, with the Triton backend, two row tiles and two chunks."""
     case = make_case(T, H=20, V=100, seed=T)
     truth, budget = brute(case, **options), float32_budget(case, **options)
     found = run(case.to(torch.float32), backend="triton", chunk_rows=100, **options)
@@ -70,7 +71,7 @@ def _loss(T: int, **options: Any) -> None:
 
 
 def _wrong_guess() -> None:
-    """Old log-probs far off: tiles are computed again."""
+    """Old log-probs are far off, so that tiles are recomputed."""
     case = make_case(140, H=24, V=130, seed=3)
     case = replace(case, advantages=torch.zeros(140), weights=case.weights + 0.1)
     truth, budget = brute(case, beta=0.5, kl_value="k2"), float32_budget(case, beta=0.5, kl_value="k2")
@@ -105,7 +106,7 @@ test_file.__test__ = False  # type: ignore[attr-defined]
 
 
 def declares(path: Path) -> bool:
-    """Read from the text, so that collecting these tests imports no other."""
+    """Return whether a test file declares launches, read from its text, so that collecting imports no other test."""
     body = ast.parse(path.read_text("utf-8")).body if path.is_file() else []
     return any(isinstance(node, ast.FunctionDef) and node.name == NAME for node in body)
 
@@ -142,7 +143,7 @@ def prove(launches: Launches, approximate: bool) -> Counter[str]:
     return ran
 
 
-# Kernels whose interpreted launch takes longer than the others together.
+# Kernels whose interpreted launch takes longer than all others together.
 LONG = {f"thresher.kernels.{name}_triton" for name in ("delta.rule", "delta.layer", "delta.steps", "attention.forest")}
 
 
@@ -154,7 +155,7 @@ LONG = {f"thresher.kernels.{name}_triton" for name in ("delta.rule", "delta.laye
     ],
 )
 def test_a_kernel_is_proved_in_its_last_launch(module: str) -> None:
-    """The head's kernels are launched by the loss, with those of the coefficients."""
+    """The loss launches the head's kernels together with those of the coefficients."""
     launches = launches_of(module)
     assert launches, f"expected def {NAME}() in {test_file(module)}, as docs/add/kernel.md has it"
     prove(dict(list(launches.items())[-1:]), approximate=False)
@@ -178,7 +179,7 @@ def test_launches_are_found_in_the_test_of_a_kernel_s_file(tmp_path: Path) -> No
     assert list(load(declared).small_launches()) == ["one"]
 
 
-# What each detector is to detect
+# Kernels that each detector must detect, or accept
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _fine_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _writers_kernel(y_ptr, FLAG: tl.constexpr):
-    """Every program writes the same place: its own number, or one flag."""
+    """Every program writes the same address: its own index, or one flag."""
     if FLAG:
         tl.store(y_ptr, 7)
     else:
@@ -198,7 +199,7 @@ def _writers_kernel(y_ptr, FLAG: tl.constexpr):
 
 @triton.jit
 def _neighbour_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    """In place, each reads what the next one overwrites."""
+    """In place, each program reads what the next one overwrites."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i + 1, mask=i + 1 < n), mask=i + 1 < n)
 
@@ -211,13 +212,13 @@ def _lanes_kernel(y_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(x_ptr, y_ptr):
-    """A sum of floats by atomic additions: no race, and its last bits depend on the order."""
+    """Atomic additions of floats: no race, but the last bits depend on the order."""
     tl.atomic_add(y_ptr, tl.load(x_ptr + tl.program_id(0)))
 
 
 @triton.jit
 def _counter_kernel(x_ptr, y_ptr):
-    """Reads plainly what others add to."""
+    """A plain read of an address that other programs add to."""
     tl.atomic_add(y_ptr, 1)
     tl.store(x_ptr + tl.program_id(0), tl.load(y_ptr))
 
@@ -248,7 +249,7 @@ def test_a_sound_kernel_passes_and_is_counted() -> None:
 def test_programs_that_write_different_values_to_one_place_are_detected() -> None:
     with proved(), pytest.raises(ProofError, match=r"^_writers_kernel: 1 bytes written by several programs"):
         _writers_kernel[(3,)](torch.zeros(1, dtype=torch.int32), FLAG=False)
-    with proved():  # a flag that several set is no race
+    with proved():  # a flag that several programs set is no race
         _writers_kernel[(3,)](torch.zeros(1, dtype=torch.int32), FLAG=True)
     with proved():  # nor one program by itself
         _writers_kernel[(1,)](torch.zeros(1, dtype=torch.int32), FLAG=False)
@@ -332,7 +333,7 @@ def test_approximate_functions_are_off_by_what_a_gpu_s_may_be() -> None:
     plain = torch.zeros(7, 256)
     _functions_kernel[(1,)](x, plain, 256, BLOCK=256)
     unit = 2.0**-24
-    # exp: the rounding of x log2 e costs |x| units of it on top; logarithms: absolute near 1
+    # exp: the rounding of x log2 e adds |x| units to it; logarithms: absolute near 1
     scale = [(1 + exact) * truths[0], truths[1], exact.log().abs() + 1, exact.log2().abs() + 1, *truths[4:]]
     for row, (truth, by) in enumerate(zip(truths, scale, strict=True)):
         worst, before = (((found[row].double() - truth).abs() / by).max() / unit for found in (y, plain))

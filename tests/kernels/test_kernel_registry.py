@@ -1,4 +1,4 @@
-"""Triton files are found by their name, and none gets by without saying what its kernels are compiled for."""
+"""Tests that Triton files are found by their name, and that each declares what its kernels are compiled for."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def specialisations():
 
 
 def test_every_triton_file_is_in_the_registry_and_nothing_else_is() -> None:
-    """A file that jits a kernel under another name would be compiled and tested by nobody."""
+    """A file that jits a kernel under another name would be neither compiled nor tested."""
     holding = {path.stem for path in FOLDER.rglob("*.py") if kernels_in(path.read_text("utf-8"))}
     assert {module.rpartition(".")[2] for module in triton_modules()} == holding >= {"head_triton"}
 

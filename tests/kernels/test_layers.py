@@ -1,4 +1,4 @@
-"""Linear map, norm, rotation and gate against their formulas in float64 and against transformers' own modules."""
+"""Tests of linear map, norm, rotation and gate against float64 formulas and transformers' own modules."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """With three, torch cuts long loops at odd places, whatever the machine has."""
+    """Use three threads, with which torch splits long loops at odd places on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -37,7 +37,7 @@ def three_threads() -> Iterator[None]:
 
 
 def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
-    """A float32 sum of K products is within K roundings of the sum of their sizes (Higham 2002, equation 3.5)."""
+    """Check that float32 sums of K products are off by K roundings of the sizes' sum (Higham 2002, equation 3.5)."""
     left, right = left.double(), right.double()
     bound = len(right) * 2**-24 * (left.abs() @ right.abs())
     assert ((found.double() - left @ right).abs() <= bound).all()
@@ -54,7 +54,7 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 48])
 def test_linear(onednn: bool, rows: int, bias: bool) -> None:
-    """Output and all gradients, with operands that are transposed views."""
+    """Output and all gradients are right, also with operands that are transposed views."""
     x_TI, weight_OI = (tensor.requires_grad_() for tensor in (randn(700, rows).t(), randn(700, 400, seed=1).t()))
     bias_O = randn(400, seed=2).requires_grad_() if bias else None
     y_TO, dy_TO = linear(x_TI, weight_OI, bias_O), randn(400, rows, seed=3).t()
@@ -89,7 +89,7 @@ def test_onednn_multiplies_in_float32_on_an_amd_processor(monkeypatch: pytest.Mo
     weight = torch.empty(2, 2)
     assert onednn_is_faster(weight)
     assert not any(map(onednn_is_faster, (weight.double(), weight.bfloat16(), weight.to("meta"))))
-    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # by torch.backends.mkldnn.flags
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags sets it
     assert not onednn_is_faster(weight)
     monkeypatch.undo()
     for vendor, avx512, expected in [(True, True, True), (True, False, False), (False, True, False)]:
@@ -104,7 +104,7 @@ def test_onednn_multiplies_in_float32_on_an_amd_processor(monkeypatch: pytest.Mo
 @pytest.mark.skipif(not operands._mkl_lacks_avx512(), reason="oneDNN multiplies on an AMD processor with AVX-512")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_rows_of_onednn_do_not_depend_on_their_batch(threads: int) -> None:
-    """What docs/design.md promises of it."""
+    """docs/design.md promises this."""
     assert rows_are_batch_invariant([(960, 576), (576, 1536)], threads)
 
 
@@ -132,7 +132,7 @@ def test_rms_norm_of_zeros_is_zero() -> None:
 @pytest.mark.parametrize("theta", [300.0, 1e4, 1e6])
 @pytest.mark.parametrize("dim", [2, 10, 64])
 def test_rotation_by_the_formula(dim: int, theta: float) -> None:
-    """Pair i, made of the i-th elements of both halves, is a complex number turned by position * theta^(-2i/D)."""
+    """Pair i, of the i-th elements of both halves, is a complex number turned by position * theta^(-2i/D)."""
     positions_T = torch.tensor([0, 1, 17, 400, 2047])
     x_TND = randn(5, 3, dim)
     turned_TND = rotate(x_TND, rope_table(positions_T, dim, theta, torch.float32))
@@ -141,8 +141,8 @@ def test_rotation_by_the_formula(dim: int, theta: float) -> None:
     power = 2 * torch.arange(half).double() / dim
     angle = positions_T.double()[:, None] * theta**-power
     expected = pairs * torch.exp(1j * angle)[:, None]
-    # In float32 the power is rounded, theta to it is off by two roundings at most, their quotient by one, cosine and
-    # sine by two, a product and a sum by one each.
+    # In float32 the power is rounded, theta to it has an error of at most two roundings, their quotient of one, cosine
+    # and sine of two, a product and a sum of one each.
     off = 2.0**-24 * (angle * (power * math.log(theta) + 3) + 4 * 2**0.5)[:, None] * pairs.abs()
     for found, true in zip(turned_TND.double().split(half, -1), (expected.real, expected.imag), strict=True):
         assert ((found - true).abs() <= 1.01 * off).all()  # bound: roundings, counted
@@ -153,8 +153,8 @@ LLAMA_3_1 = (8.0, 1.0, 4.0, 8192)
 
 
 def test_scaled_angles_by_the_formula() -> None:
-    """Long waves are divided by the factor, short ones left, and those between lie between, as Llama 3.1 says it: with
-    wavelengths, where the code has turns."""
+    """Long waves are divided by the factor, short ones unchanged, and those in between interpolated, as Llama 3.1
+    defines it: here by wavelengths, in the code by turns."""
     factor, low, high, context = LLAMA_3_1
     positions_T = torch.tensor([0, 1, 17, 400, 2047])
     plain = 5e5 ** (-2 * torch.arange(64).double() / 128)
@@ -184,8 +184,8 @@ def test_scaled_angles_are_those_of_transformers(scaling: tuple[float, float, fl
     positions_T = torch.arange(0, 131_072, 997)
     cos, sin = modeling.LlamaRotaryEmbedding(config)(torch.ones(1), positions_T[None])
     table = rope_table(positions_T, 64, 5e5, torch.float32, scaling)
-    # An angle of up to 131,072 radians in float32 is off by half a unit in the last place, 2^-8, and two roundings of
-    # its factor by as much again.
+    # An angle of up to 131,072 radians in float32 is off by half a unit in the last place, 2^-8; two roundings of its
+    # factor add as much each.
     for ours, theirs in zip(table[:, :, 0], (cos[0], sin[0]), strict=True):
         limit = 3 * 2.0**-24 * positions_T[:, None] + 1e-6
         assert ((ours - theirs[:, :32]).abs() <= limit).all()
@@ -227,7 +227,7 @@ def test_silu_gate_by_the_formula_and_its_gradient() -> None:
 
 
 def test_a_long_gate_gives_each_row_its_own_bits(three_threads: None) -> None:
-    """Regression: torch cut 200 rows of 488 among three threads inside a row, which moved last bits."""
+    """Regression: torch split 200 rows of 488 among three threads inside a row, which changed last bits."""
     for inner in (48, 488, 4864, UNCUT + 8):
         x_T2I = randn(max(24, 4 * UNCUT // inner), 2 * inner) * 3
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""token_logprobs against float64, and the bits it shares with the loss."""
+"""Tests of token_logprobs against float64, and of the bits that it shares with the loss."""
 
 import math
 from typing import Any
@@ -87,7 +87,7 @@ def test_bits_are_those_of_the_loss(dtype: torch.dtype, chunk_rows: int | None) 
     options: dict[str, Any] = {"temperature": 1.1, "vocab_size": 590, "chunk_rows": chunk_rows}
     targets = targets % 590
     logprobs, entropy = token_logprobs(hidden, head, targets, **options)
-    # a third of the rows has no advantage and is worked on last
+    # a third of the rows has no advantage and is processed last
     advantages = torch.arange(130.0) % 3
     result = grpo_loss(hidden.requires_grad_(), head, targets, logprobs, advantages, torch.ones(130), **options)
     assert torch.equal(result.logprobs, logprobs) and torch.equal(result.entropy, entropy)
@@ -142,11 +142,11 @@ def test_bad_input(change: dict[str, Any], words: str) -> None:
         token_logprobs(hidden.double(), head.double(), targets, backend="triton")
 
 
-# a small vocabulary takes the most rows, a larger one what 64 MiB hold, Qwen's 208 in 256 MiB, a huge one the least
+# a small vocabulary gets the most rows, a larger one those of 64 MiB, Qwen's 208 in 256 MiB, a huge one the fewest
 def test_a_workspace_bounds_the_chunk() -> None:
     head = torch.empty(151_936, 8, device="meta")
     sizes = [chunk_size(None, mebibytes and mebibytes * 2**20, "torch", head, 4096) for mebibytes in (64, None, 1024)]
-    assert sizes == [48, 208, 208]  # rows of 8 x 151,936 bytes; more than a cache holds is none the faster on a CPU
+    assert sizes == [48, 208, 208]  # rows of 8 x 151,936 bytes; beyond the size of a cache a CPU gets no faster
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(600, 1024), (20000, 416), (32768, 256), (151936, 208), (5_000_000, 16)])

@@ -1,4 +1,4 @@
-"""grpo_loss against float64 brute force: values, gradients, low precision, masks, strides."""
+"""Tests of grpo_loss against a brute-force float64 loss: values, gradients, low precision, masks, strides."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from thresher.kernels.loss import reference_grpo_loss
 from thresher.kernels.objective import CHOICES, ESTIMATORS
 
 
-# Every value with every gradient; the other settings vary along, so that the table stays small.
+# Every value with every gradient; the other settings vary with them, so that the table stays small.
 @pytest.mark.parametrize("kl_gradient", [None, *CHOICES])
 @pytest.mark.parametrize("kl_value", CHOICES)
 def test_every_kl_pair(kl_value: str, kl_gradient: str | None) -> None:
@@ -52,7 +52,7 @@ def test_options_and_ragged_lengths(T: int, options: dict[str, Any]) -> None:
     case = make_case(T, seed=T)
     if "vocab_size" in options:
         case = replace(case, targets=case.targets % options["vocab_size"])
-    # 48 divides none of the lengths; the default puts all rows in one chunk or two
+    # 48 divides none of the lengths; by default all rows fit in one or two chunks
     for chunk_rows in (48, None):
         assert_close(run(case, chunk_rows=chunk_rows, **options), brute(case, **options))
 
@@ -115,7 +115,7 @@ def test_gradcheck(kl: str) -> None:
     assert torch.autograd.gradcheck(loss, (case.hidden.requires_grad_(), case.head.requires_grad_()))
 
 
-# At scale 300 logits reach +-1e4, where float32 keeps three decimals: the budget knows.
+# At scale 300 logits reach +-1e4, where float32 keeps three decimals; the budget accounts for it.
 @pytest.mark.parametrize("onednn", [False, True], ids=["MKL", "oneDNN"])
 @pytest.mark.parametrize(
     ("T", "H", "V", "scale"), [(100, 96, 600, 0.3), (63, 64, 1000, 1.0), (257, 33, 151, 0.5), (64, 64, 300, 300.0)]
@@ -132,7 +132,7 @@ def test_float32_error_is_within_its_budget(
     if scale > 100:
         assert (case.hidden @ case.head.t()).abs().max() > 3e3
     options: dict[str, Any] = {"beta": 0.1, "kl_value": "k2", "entropy_coef": 0.01, "temperature": 0.9}
-    # the log-probs above are those of temperature 1; at .9 the ratios spread further, at scale 300 very far
+    # the case's log-probs are those of temperature 1; at .9 ratios spread further, at scale 300 very far
     case = replace(case, old=(base := brute(case, **options)["logprobs"]).float() + 0.1, ref=base.float() - 0.1)
     truth, budget, ours = brute(case, **options), float32_budget(case, **options), run(case, chunk_rows=48, **options)
     for name in ("logprobs", "entropy", "hidden_grad", "head_grad", "loss"):
@@ -142,7 +142,7 @@ def test_float32_error_is_within_its_budget(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # slabs of 64 columns, so that the head is brought to float32 in several pieces, the last one ragged
+    # slabs of 64 columns, so that the head is converted to float32 in several pieces, the last one ragged
     monkeypatch.setattr(operands, "SLAB_BYTES", 64 * 4 * 96)
     case = make_case(100, H=96, V=601, seed=1)
     case = replace(case, hidden=case.hidden.to(dtype), head=case.head.to(dtype), weights=case.weights / 100)
@@ -161,7 +161,7 @@ def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeyp
 
 
 def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA path for bfloat16, on a CPU, with the matmul it relies on stood in for."""
+    """The CUDA path for bfloat16 runs on a CPU, with a stand-in for the mixed-precision matmul."""
     real_mm, real_addmm = torch.mm, torch.addmm
 
     def mixed(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -216,7 +216,7 @@ def test_masked_rows_are_left_out_whatever_they_hold(poison: float) -> None:
     for name in ("logprobs", "ratios", "entropy", *ESTIMATORS):
         assert (poisoned[name][masked] == 0).all(), name
     assert not poisoned["result"].clipped[masked].any()
-    # and left out means: the loss of the other rows alone
+    # the result is the loss of the other rows alone
     kept = Case(**{n: t if n == "head" else t[~masked] for n, t in case.__dict__.items()})
     alone = run(kept, **options)
     assert_same_bits(

@@ -1,4 +1,4 @@
-"""How grpo_loss behaves as a call: backward, buffers, work and memory, equal bits, backends, autocast."""
+"""Tests of grpo_loss as a call: backward, buffers, work and memory, equal bits, backends, autocast."""
 
 import contextlib
 import math
@@ -66,7 +66,7 @@ def test_given_a_buffer_the_head_gradient_is_added_to_it() -> None:
         assert torch.equal(hidden.grad, ordinary["hidden_grad"]) and head.grad is None
     held = torch.full((44, 16), 7.0)
     grpo_loss(hidden, head, *case.arguments[2:], ref_logprobs_T=case.ref, lm_head_grad_VH=held, **options)
-    rounded = 100 * 2**-24 * held.abs().max()  # by at most one addition a row, in any order
+    rounded = 100 * 2**-24 * held.abs().max()  # at most one addition per row, in any order
     torch.testing.assert_close(held - 7.0, ordinary["head_grad"], rtol=0, atol=rounded.item())
     assert (held[41:] == 7.0).all()
 
@@ -90,7 +90,7 @@ def test_work_is_done_only_where_a_gradient_is_wanted() -> None:
     buffer = torch.zeros(50, 16)
     count, result = matmuls(False, False, lm_head_grad_VH=buffer)
     assert count == 2 and result.hidden_grad_TH is None and (buffer != 0).any()
-    # half the rows without advantage: a chunk of three matmuls and one forward only
+    # half of the rows have no advantage: a chunk with three matmuls, and one with a forward only
     case = replace(case, advantages=torch.where(torch.arange(64) % 2 == 0, 0.0, case.advantages))
     assert matmuls(True, True)[0] == 4
     assert matmuls(True, True, beta=0.1, ref_logprobs_T=case.ref)[0] == 3
@@ -126,7 +126,7 @@ def test_a_million_rows() -> None:
     result.loss.backward()
     coefficient = torch.where(ratio > 1.2, 0.0, -ratio / T)
     dlogits = coefficient[:, None] * (torch.nn.functional.one_hot(targets, 3) - torch.softmax(logits, 1))
-    # One sum of T terms after the other: each partial sum is at most that of all sizes, and is rounded. 3 deviations.
+    # A sequential sum of T terms: each partial sum is at most the sum of all sizes, and is rounded. 3 deviations.
     off = 2.0**-24 * T**0.5 * (dlogits.abs().t() @ hidden.double().abs()).norm()
     assert (head.grad.double() - dlogits.t() @ hidden.double()).norm() <= 3 * off
 
@@ -177,7 +177,7 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forward_bits_are_those_of_token_logprobs() -> None:
     case = make_case(300, H=96, V=600).to(torch.float32)
     present = case.weights != 0
-    # rows are dropped, and those of advantage 0 go last: neither changes the bits of a row
+    # some rows are dropped, and those of advantage 0 go last: neither changes the bits of a row
     needs_invariant_rows([(600, 96)], most=304)
     result = grpo_loss(case.hidden.requires_grad_(), *case.arguments[1:], temperature=0.9, chunk_rows=64)
     logprobs, entropy = token_logprobs(case.hidden, case.head, case.targets, temperature=0.9, chunk_rows=64)
@@ -197,7 +197,7 @@ def test_without_old_logprobs_the_policy_is_its_own_old_policy():
     (actual,) = torch.autograd.grad(implied.loss, hidden)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
     assert implied.loss == given.loss and (implied.ratios[weights > 0] == 1).all()
-    # With advantages of 1 it is the gradient of the cross-entropy.
+    # With advantages of 1 the gradient is that of the cross-entropy.
     loss = grpo_loss(hidden, head, targets, None, torch.ones(9).double(), weights).loss
     (sft,) = torch.autograd.grad(loss, hidden)
     nll = (torch.nn.functional.cross_entropy(hidden @ head.T, targets, reduction="none") * weights).sum()

@@ -1,4 +1,4 @@
-"""What grpo_loss refuses: ValueError, naming the argument and the first offending index."""
+"""Tests of the inputs that grpo_loss refuses: ValueError, naming the argument and the first offending index."""
 
 import math
 import re
@@ -55,7 +55,7 @@ def test_bad_data_names_argument_and_first_index(name: str, bad: float, words: s
     ],
 )
 def test_what_log_probs_found_is_raised_later(name: str, bad: float, words: str) -> None:
-    """By the loss before its own data, of which NaN log-probs are a part, or by `raise_late`."""
+    """The loss raises it before checking its own data, which NaN log-probs are part of; or `raise_late` does."""
     case = make_case(40)
     wrong = replace(case, **{name: set_row(getattr(case, name), 7, bad)})
     late: list[list[RowCheck]] = []

@@ -1,4 +1,4 @@
-"""The hash has the bits of what was recorded, in torch and in NumPy; its noise ends where the bound says it does."""
+"""Tests that the hash has the recorded bits, in torch and in NumPy, and that its noise stays within its bound."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ POSITIONS = [0, 1, 6, 7, 2**20, 2**31 - 2, 4000, 17]
 
 
 def mixed(x: int) -> int:
-    """As recorded noise was made: integers of Python, not cut to 64 bits before the first xor-shift."""
+    """Return the hash of recorded noise: Python integers, not cut to 64 bits before the first xor-shift."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & (1 << 64) - 1
     return x ^ (x >> 31)
@@ -64,7 +64,7 @@ def test_numpy_makes_the_same_noise_as_torch(count: int, width: int) -> None:
 
 
 def test_u_is_the_hash_in_the_middle_of_its_step() -> None:
-    """All of 23 bits, and the float that is made of their bits is (bits + 1/2) / 2^23 to the last one."""
+    """All 23 bits occur evenly, and the float of given bits is (bits + 1/2) / 2^23 exactly."""
     u_V = uniform_noise(torch.tensor([3]), torch.tensor([4]), 100_000)[0]
     bits_V = (u_V.double() * ALL_BITS - 0.5).long()
     assert torch.equal(every_u()[bits_V], u_V)
@@ -73,7 +73,7 @@ def test_u_is_the_hash_in_the_middle_of_its_step() -> None:
 
 
 def test_the_largest_noise_is_what_the_bound_says() -> None:
-    """Of all u that there are. Else a column could be dropped that would have won."""
+    """Over all possible u. Otherwise a column that would win could be dropped."""
     minus_g = minus_gumbel_(every_u())
     assert float(minus_g.min()) == -LARGEST_NOISE
     assert int(minus_g.argmin()) == ALL_BITS - 1
@@ -82,7 +82,7 @@ def test_the_largest_noise_is_what_the_bound_says() -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_logarithm_depends_on_nothing_but_its_number(threads: int) -> None:
-    """Not on place, length, alignment or threads: noise computed for single columns has the bits of whole rows."""
+    """Place, length, alignment and threads do not matter: noise of single columns has the bits of whole rows."""
     with using_threads(threads):
         u = every_u()
         whole = minus_gumbel_(u.clone())

@@ -1,7 +1,7 @@
-"""The fused residual sum and norm: against float64, with gradients; memory, what is saved.
+"""Tests of the fused residual sum and norm: values and gradients against float64; written memory and saved tensors.
 
-An error is held to what rounding grants: a unit roundoff of the dtype for each rounding to it, and of float32 for each
-step of a sum. On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+The limit of an error counts roundings: a unit roundoff of the dtype for each rounding to it, and of float32 for each
+step of a sum. On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from thresher.kernels.norm_triton import MAX_WIDTH, backward_programs, fused_add
 
 pytestmark = [
     pytest.mark.usefixtures("rounds_to_nearest"),
-    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on lanes that are masked
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # NumPy, on masked lanes
 ]
 
 EPS = 1e-6
@@ -38,7 +38,7 @@ def unit(dtype: torch.dtype) -> float:
 
 @contextmanager
 def few_programs() -> Iterator[None]:
-    """Small shapes go the way of large ones: a program has more than its fewest rows, a sum of parts takes two goes."""
+    """Make small shapes take the path of large ones: more than a program's fewest rows, a sum in two passes."""
     with patch.object(norm_triton, "BACKWARD_WARPS", 11), patch.object(norm_triton, "SUM_ROWS", 8):
         assert [backward_programs(T, 24) for T in (0, 1, 9, 44, 70)] == [0, 1, 3, 11, 11]
         yield
@@ -53,15 +53,15 @@ def _few_programs() -> Iterator[None]:
 def arguments(
     T: int, H: int, dtype: torch.dtype, scale: float = 1.0, of_weight: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    """x, more and w, and the gradients of both outputs."""
+    """Return x, more and w, and the gradients of both outputs."""
     x_TH, more_TH = drawn(T, H, seed=1, dtype=dtype, scale=scale), drawn(T, H, seed=2, dtype=dtype, scale=scale)
     weight_H = (1 + 0.5 * drawn(H, seed=3, dtype=torch.float32)).to(of_weight or dtype)
     return x_TH, more_TH, weight_H, drawn(T, H, seed=4, dtype=dtype), drawn(T, H, seed=5, dtype=dtype)
 
 
 def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor]:
-    """Outputs of function(*inputs, EPS), then the gradients of the inputs that are there. A gradient None: its output
-    goes nowhere."""
+    """Return the outputs of function(*inputs, EPS), then the gradients of the inputs that are not None. A gradient of
+    None: that output is unused."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves, EPS)
     used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
@@ -71,13 +71,13 @@ def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[
 
 
 def budgets(s: Tensor, w: Tensor, ds: Tensor, dy: Tensor, dtype: torch.dtype) -> Any:
-    """Of sum, y, dx and dw, element by element, from what they are made of in float64."""
+    """Return the budgets of sum, y, dx and dw, element by element, from their terms in float64."""
     u = unit(dtype)
     r = (s.square().mean(-1, keepdim=True) + EPS).rsqrt()
     n, g = s * r, w * dy
     spread = r * (g.abs() + n.abs() * (g * n).abs().mean(-1, keepdim=True))
     true_dx = ds + r * (g - n * (g * n).mean(-1, keepdim=True))
-    # s is rounded first: 1 u of it, of r, and so 6 u of dx's terms; 26 steps are a sum's, 14 those after it
+    # s is rounded first: 1 u of it, of r, and therefore 6 u of dx's terms; a sum has 26 steps, 14 follow it
     return {
         "sum": u * s.abs(),
         "y": (4 * u + 20 * UNIT32) * (w * n).abs(),
@@ -89,7 +89,7 @@ def budgets(s: Tensor, w: Tensor, ds: Tensor, dy: Tensor, dtype: torch.dtype) ->
 def check(
     T: int, H: int, dtype: torch.dtype, found: list[Tensor] | None = None, of_weight: torch.dtype | None = None
 ) -> None:
-    """Outputs and gradients, or those that were found, of `arguments(T, H, dtype)`: each element within its budget."""
+    """Check outputs and gradients of `arguments(T, H, dtype)`, computed unless given, element by element."""
     x, more, w, ds, dy = arguments(T, H, dtype, of_weight=of_weight)
     truth = gradients(add_norm, [t.double().cpu() for t in (x, more, w)], (ds.double().cpu(), dy.double().cpu()))
     budget = budgets(truth[0], w.double().cpu(), ds.double().cpu(), dy.double().cpu(), dtype)
@@ -128,7 +128,7 @@ def test_values_and_gradients(T: int, H: int, dtype: torch.dtype, monkeypatch: p
 
 
 def test_in_bfloat16_it_rounds_where_qwen2_does() -> None:
-    """But for a root on the border between two bfloat16s; without the rounding before w a quarter would differ."""
+    """Except for a root on the border between two bfloat16s; without the rounding before w a quarter would differ."""
     x, more, w, _, _ = arguments(9, 500, torch.bfloat16)
     total, y = fused_add_norm(x, more, w, EPS)
     theirs_TH, theirs_y_TH = add_norm(x.cpu(), more.cpu(), w.cpu(), EPS)
@@ -138,7 +138,7 @@ def test_in_bfloat16_it_rounds_where_qwen2_does() -> None:
 @pytest.mark.parametrize("used", ["both", "sum", "y"])
 @pytest.mark.parametrize("has_more", [True, False])
 def test_what_is_left_out_changes_nothing(has_more: bool, used: str) -> None:
-    """None in more's place, outputs that go nowhere, gradients that are broadcast: against torch's own in float64."""
+    """With None for more, unused outputs or broadcast gradients, results are those of torch in float64."""
     x, more, w, _, _ = arguments(9, 40, torch.float32)
     ds, dy = (drawn(1, 40, seed=seed, dtype=torch.float32).expand(9, 40) for seed in (6, 7))
     grads = (None if used == "y" else ds, None if used == "sum" else dy)
@@ -166,7 +166,7 @@ def test_rows_of_any_size(scale: float) -> None:
 
 
 def test_a_weight_in_float32_takes_what_was_not_rounded() -> None:
-    """As torch does it: bits of layers.py's `rms_norm`, but for a mean that is added in another order."""
+    """As in torch: the bits of layers.py's `rms_norm`, except that the mean is summed in another order."""
     check(9, 100, torch.bfloat16, of_weight=torch.float32)
     x, more, w, _, _ = arguments(9, 100, torch.bfloat16, of_weight=torch.float32)
     ours, theirs = fused_add_norm(x, more, w, EPS)[1].cpu(), add_norm(x.cpu(), more.cpu(), w.cpu(), EPS)[1]
@@ -177,13 +177,13 @@ def test_a_weight_in_float32_takes_what_was_not_rounded() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_its_own_bits(dtype: torch.dtype) -> None:
-    """They depend neither on how many rows there are nor on what its neighbours hold."""
+    """Neither the number of rows nor the contents of other rows matter."""
     x, more, w, ds, dy = arguments(11, 100, dtype)
     with torch.no_grad():
         x[4] = torch.nan
     together = gradients(fused_add_norm, [x, more, w], (ds, dy))
     for row in (0, 3, 5, 10):
-        # Copies: a tensor that torch allocates is aligned as the whole is, and Triton compiles for that.
+        # Copies, because torch aligns an allocated tensor as it does the whole, and Triton compiles for that.
         one_x, one_more, one_ds, one_dy = (tensor[row : row + 1].clone() for tensor in (x, more, ds, dy))
         alone = gradients(fused_add_norm, [one_x, one_more, w], (one_ds, one_dy))
         for ours, single in zip(together[:4], alone[:4], strict=True):

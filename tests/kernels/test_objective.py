@@ -1,4 +1,4 @@
-"""The per-token surrogate objective: KL's values, derivatives and expectations, caps on exponents, what is clipped."""
+"""Tests of the per-token surrogate objective: KL values, derivatives and expectations, exponent caps, clipping."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from thresher.kernels.objective import CHOICES, ESTIMATORS, LossResult, kl_coeff
 
 
 def rows_at(logp: float, count: int = 1, dtype: torch.dtype = torch.float32) -> Case:
-    """Rows whose target has log-prob log(1/2): two columns, equal logits. Tests place old and ref."""
+    """Return rows whose target has log-prob log(1/2): two columns, equal logits. Tests set old and ref."""
     ones = torch.ones(count, dtype=dtype)
     return Case(
         torch.ones(count, 4, dtype=dtype), torch.full((2, 4), 0.1, dtype=dtype),
@@ -36,7 +36,7 @@ def test_k3_stays_exact_near_zero_in_float32() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-5])
     exact = (-d.double()).expm1() + d.double()
     values = kl_values(d, torch.ones(3))["k3"].double()
-    # expm1, about -d, is off by its last place; the sum is exact. An exp near 1 would be off by 2^-24.
+    # expm1, about -d, is off by one unit in its last place; the sum is exact. An exp near 1 would be off by 2^-24.
     assert ((values - exact).abs() <= 2**-22 * d.double().abs()).all()
 
 
@@ -54,7 +54,7 @@ def test_coefficients_are_the_derivatives() -> None:
 def test_exponents_are_capped_counted_and_keep_their_gradient() -> None:
     logp = math.log(0.5)
     case = rows_at(logp, count=5)
-    # k3 explodes; the ratio does (negative advantage: not clipped); both; neither; one that is masked
+    # k3 overflows; the ratio does (negative advantage: not clipped); both; neither; a masked row
     case = replace(
         case,
         ref=torch.tensor([logp + 300, logp, logp + 1e4, logp, logp + 300]),
@@ -104,8 +104,8 @@ def test_clipped_says_which_rows_lost_their_gradient() -> None:
 
 
 def expected_gradient(kl: str, behaviour: Tensor, logits: Tensor, ref: Tensor) -> Tensor:
-    """Gradient of E_behaviour[KL estimator] by the logits, by enumeration: a row for every token, weighted by
-    its probability under the behaviour policy."""
+    """Return the gradient of E_behaviour[KL estimator] with respect to the logits, by enumeration: one row for every
+    token, weighted by its probability under the behaviour policy."""
     V = len(logits)
     hidden = torch.ones(V, 1, dtype=torch.float64)
     head = logits[:, None].clone().requires_grad_()
@@ -131,17 +131,17 @@ def test_expected_gradients_against_exact_reverse_kl() -> None:
     torch.testing.assert_close(expected_gradient("k3_ratio", behaviour, logits, ref), reverse, **close)
     torch.testing.assert_close(expected_gradient("k3", policy, logits, ref), forward, **close)
     torch.testing.assert_close(expected_gradient("k1", policy, logits, ref), torch.zeros_like(ref), **close)
-    # the biased ones are biased, by far more than the others are off
+    # the biased estimators are biased, by far more than the errors of the others
     assert (expected_gradient("k2", behaviour, logits, ref) - reverse).abs().max() > 1e-6
     assert (forward - reverse).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_on_the_clips_border_keeps_its_gradient(advantage: float) -> None:
-    """With clips of 0 the whole first update stands there: every ratio is 1."""
+    """With clips of 0 the whole first update is on the border: every ratio is 1."""
     case = rows_at(0.0)
     hidden = case.hidden.requires_grad_()
-    head = case.head + torch.tensor([[0.0], [0.1]])  # or the hidden state would have no say in the log-prob
+    head = case.head + torch.tensor([[0.0], [0.1]])  # otherwise the hidden state would not affect the log-prob
 
     def loss(old: Tensor | None) -> LossResult:
         advantages = torch.tensor([advantage])

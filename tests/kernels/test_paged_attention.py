@@ -1,6 +1,6 @@
-"""Attention to a cache in blocks: right against float64, and of every row the same bits however it is computed.
+"""Tests of attention to a KV cache in blocks: results against float64, and equal bits of a row however it is computed.
 
-Blocks that nobody owns are full of NaN throughout, and what lies behind a sequence's end is not zero.
+Unowned blocks are full of NaN throughout, and slots after a sequence's end are not zero.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,16 +40,16 @@ SMALL = [(14, 2, 64), (1, 1, 32), (4, 2, 24), (7, 1, 64), (5, 1, 24)]
 PAGES = [16, 32, 64]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200]
 LONG = 700
-SHARERS = 9  # tables that hold the very blocks of the longest sequence, for rows that share them
+SHARERS = 9  # tables with the same blocks as the longest sequence, for rows that share them
 
 Run = tuple[int, int, int]  # table, first position, rows
 
 
 class Cache:
-    """Sequences of known q, k and v, whose keys and values lie in a cache already, on blocks dealt out at random.
+    """Sequences with known q, k and v, whose keys and values are in a KV cache already, on randomly assigned blocks.
 
-    spread: one block in so many is owned; the others lie between them. The last SHARERS tables are those of the longest
-    sequence once more: rows of several tables then share products.
+    spread: one of every `spread` blocks is owned; the others lie between them. The last SHARERS tables repeat that of
+    the longest sequence, so that rows of several tables share products.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Cache:
         tile = row_tile(dim, page_size, dtype, torch.device("cpu"))
         self.shape = CacheShape(query_heads, kv_heads, page_size, tile)
         needs = [-(-length // page_size) for length in lengths]
-        count = 1 + spread * (sum(needs) + 1)  # a spare one at least, which stays NaN
+        count = 1 + spread * (sum(needs) + 1)  # at least one spare block, which stays NaN
         free = list(range(1, count))
         Random(0).shuffle(free)
         if spread == 1:
@@ -80,7 +80,7 @@ class Cache:
             self.qkv.append((q, k, v))
             blocks, free = free[:need], free[need:]
             self.table_BP[number, :need] = blocks
-            # Behind the last token: finite, and anything else.
+            # After the last token: finite, but arbitrary.
             pad = (0, 0, 0, 0, 0, need * page_size - length)
             k, v = F.pad(k, pad, value=fill), F.pad(v, pad, value=-fill)
             self.k[blocks] = k.view(need, page_size, kv_heads, dim).permute(0, 2, 3, 1)
@@ -101,13 +101,13 @@ class Cache:
         return self.qkv[number][0][start : start + count]
 
     def attend(self, runs: Sequence[Run], shared: bool = False) -> list[Tensor]:
-        """Each run's outputs, in one step."""
+        """Return each run's outputs, computed in one step."""
         q_TND = torch.cat([self.rows(run) for run in runs])
         out_TND = paged_attention(q_TND, self.k, self.v, self.buckets(runs, shared))
         return list(out_TND.split([count for _, _, count in runs]))
 
     def whole(self) -> list[Tensor]:
-        """Every sequence's rows, prefilled at once and alone."""
+        """Return every sequence's rows, each sequence prefilled whole and alone."""
         return [self.attend([(number, 0, len(q))])[0] for number, (q, _, _) in enumerate(self.qkv)]
 
 
@@ -115,7 +115,7 @@ class Cache:
 def truth(
     heads: tuple[int, int, int], length: int, seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """A sequence's outputs in float64, and how far off each row's may be, squared (attention_cases.py)."""
+    """Return a sequence's outputs in float64, and the square of each row's allowed error (attention_cases.py)."""
     q, k, v = (x.to(dtype) for x in make_qkv(*heads, length, seed))
     inputs = (x.double().transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
@@ -127,7 +127,7 @@ def truth(
 @pytest.mark.parametrize("heads", SMALL[:3], ids=str)
 @pytest.mark.fast_cases(2)
 def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
-    """All at once, in pieces, one by one and with shared products; float64 is the truth."""
+    """Rows are fed all at once, in pieces, one by one and with shared products; float64 is the truth."""
     cache = Cache(heads, page_size, [*LENGTHS, LONG], dtype=dtype)
     fed = [cache.attend([(number, 0, len(q)) for number, (q, _, _) in enumerate(cache.qkv)])]
     fed.append([torch.cat(cache.attend(cut)) for cut in cuts(cache)])
@@ -151,7 +151,7 @@ def test_rows_of_every_shape_are_right(heads: tuple[int, int, int]) -> None:
 
 
 def cuts(cache: Cache) -> Iterator[list[Run]]:
-    """Each sequence's rows in random pieces."""
+    """Yield each sequence's rows in random pieces."""
     rng = Random(1)
     for number, (q, _, _) in enumerate(cache.qkv):
         ends = sorted({len(q), *(rng.randint(1, len(q)) for _ in range(4))})
@@ -159,7 +159,7 @@ def cuts(cache: Cache) -> Iterator[list[Run]]:
 
 
 def steps(cache: Cache) -> Iterator[tuple[str, list[Run], bool]]:
-    """(how, runs of one step, whether products are shared): the ways in which a row may be computed."""
+    """Yield (how, runs of one step, whether products are shared): the ways in which a row may be computed."""
     rng = Random(2)
     lengths = [len(q) for q, _, _ in cache.qkv]
     numbers = range(len(lengths))
@@ -229,8 +229,8 @@ def test_so_it_has_on_several_threads(heads: tuple[int, int, int], threads: int)
 
 @pytest.mark.parametrize("heads", [(4, 2, 24), (1, 1, 32), (16, 8, 128)], ids=str)
 def test_where_the_blocks_lie_changes_nothing(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense ones are computed where they lie, in one call or a call a run of blocks, and scattered ones are brought
-    together: all of it happens here."""
+    """Dense blocks are computed in place, in one call or one call per run of blocks, and scattered ones are gathered;
+    all of these occur here."""
     needs_invariant_attention(*heads)
     lengths = [200, 199, 198, 197, 196]
     dense, scattered = Cache(heads, 16, lengths), Cache(heads, 16, lengths, spread=20)
@@ -239,7 +239,7 @@ def test_where_the_blocks_lie_changes_nothing(heads: tuple[int, int, int], monke
     assert [len(blocks) for blocks in multiplied(scattered, runs)] == [5 * 13]
     assert multiplied(dense, runs) == [slice(1, 1 + 5 * 13)]
     assert all(map(torch.equal, dense.attend(runs), rows)) and all(map(torch.equal, dense.whole(), whole))
-    monkeypatch.setattr(paged_cpu, "CALL", 0)  # so no block is multiplied in vain
+    monkeypatch.setattr(paged_cpu, "CALL", 0)  # so that no block is multiplied needlessly
     alone = [(number, len(q) - 1, 1) for number, (q, _, _) in list(enumerate(dense.qkv))[:3]]
     apart = multiplied(dense, alone)
     assert len(apart) > 1 and all(isinstance(blocks, slice) for blocks in apart)
@@ -247,18 +247,18 @@ def test_where_the_blocks_lie_changes_nothing(heads: tuple[int, int, int], monke
 
 
 def multiplied(cache: Cache, runs: Sequence[Run], shared: bool = False) -> list[Any]:
-    """What each product of a step's only bucket runs over."""
+    """Return the blocks of each product in a step's only bucket."""
     (bucket,) = cache.buckets(runs, shared)
     return [tile.blocks for tile in bucket.tiles]
 
 
 def test_blocks_are_shared_where_it_is_asked_for() -> None:
-    """What the tests above take for granted."""
+    """The tests above assume this."""
     cache = Cache((14, 2, 64), 16)
     runs = [(table, 150 + at, 1) for at, table in enumerate(cache.sharers)]
     (bucket,) = cache.buckets(runs, shared=True)
     (apart,) = cache.buckets(runs)
-    # 9 rows of 7 heads are 63 queries of a product with a KV head: one tile a block. Apart they are 9 tiles of 8 rows.
+    # 9 rows of 7 heads are 63 queries of a product with a KV head: one tile per block. Unshared, 9 tiles of 8 rows.
     blocks = 150 // 16 + 1
     assert [(tile.rows, len(tile.blocks)) for tile in bucket.tiles] == [(64, blocks)]
     assert [(tile.rows, len(tile.blocks)) for tile in apart.tiles] == [(8, 9 * blocks)]
@@ -279,7 +279,7 @@ def test_what_lies_behind_a_sequence_does_not_matter(page_size: int) -> None:
 def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
     heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: torch hands a lone matrix to another routine, which on some machines has other last bits."""
+    """Regression: torch passes a single matrix to another routine, which on some machines gives other last bits."""
     shapes: list[tuple[int, ...]] = []
     product = torch.bmm
 
@@ -287,7 +287,7 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
         shapes.append(tuple(x.shape))
         return product(x, y, out=out)
 
-    cache = Cache(heads, 64, [1, 40, 70])  # where its tile is not known yet, products are tried out
+    cache = Cache(heads, 64, [1, 40, 70])  # measures the row tile with products if it is not known yet
     monkeypatch.setattr(torch, "bmm", bmm)
     for runs in ([(0, 0, 1)], [(1, 39, 1)], [(1, 0, 40)], [(2, 69, 1)]):
         cache.attend(runs)
@@ -297,7 +297,7 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
 
 
 def test_rows_of_no_sequence_are_zeros() -> None:
-    """A step's rows are filled up; those behind the last run belong to no bucket."""
+    """A step's rows are padded; those after the last run belong to no bucket."""
     cache = Cache((4, 2, 24), 16)
     q_TND = torch.cat([cache.qkv[6][0][64:65], torch.full((15, 4, 24), torch.nan)])
     out_TND = paged_attention(q_TND, cache.k, cache.v, cache.buckets([(6, 64, 1)]))

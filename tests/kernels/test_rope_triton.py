@@ -1,6 +1,6 @@
-"""Rotation and KV write in one kernel: against float64 and against torch's own bits; what is written, and what is not.
+"""Tests of rotation and KV write in one kernel: against float64 and torch's own bits; written and unwritten memory.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from thresher.kernels.rope_triton import fused_rotate_and_store, fused_rotated_h
 
 pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 
-# query heads, key/value heads, head dimension, slots; the last two have more heads than a program takes
+# query heads, key/value heads, head dimension, slots; the last two have more heads than a program processes
 SHAPES = [(1, 1, 2, 1), (3, 1, 10, 3), (2, 2, 64, 8), (14, 2, 64, 16), (5, 1, 24, 4), (28, 4, 8, 16), (20, 7, 6, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCKS = 6
 
 
 def caches(K: int, S: int, D: int, dtype: torch.dtype, apart: bool) -> tuple[Tensor, Tensor]:
-    """Keys and values of NaN, as one tensor, blocks of both in turn, or as two."""
+    """Return keys and values of NaN, as one tensor with alternating blocks, or as two tensors."""
     if apart:
         return tuple(torch.full((BLOCKS, K, S, D), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
     both = torch.full((BLOCKS, 2, K, S, D), torch.nan, dtype=dtype, device=DEVICE)
@@ -34,7 +34,7 @@ def caches(K: int, S: int, D: int, dtype: torch.dtype, apart: bool) -> tuple[Ten
 
 
 def arguments(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool) -> dict[str, Any]:
-    """Rows go to places of their own, in any order; every third goes nowhere."""
+    """Return the kernel's arguments; rows go to distinct slots in any order, and every third row goes nowhere."""
     N, K, D, S = shape
     order = torch.randperm(BLOCKS * S, generator=torch.Generator().manual_seed(T))[:T].to(torch.int32)
     k_PKSD, v_PKSD = caches(K, S, D, dtype, apart)
@@ -55,14 +55,14 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(given: dict[str, Any], q_TND: Tensor) -> None:
-    """Queries, keys and values that were written, each within two roundings of float64; all else is NaN still."""
+    """Check that q, k and v are within two roundings of float64 where they were written, and all else is still NaN."""
     qkv, k_PKSD = given["qkv_TMD"], given["k_PKSD"]
     N, K, dtype = q_TND.shape[1], given["kv_heads"], qkv.dtype
     assert q_TND.is_contiguous() and q_TND.dtype == dtype
     true_TMD = rotate(qkv[:, : N + K].double(), given["rope"].double())
     cos, sin = given["rope"].double().abs()
     a, b = qkv[:, : N + K].double().abs().chunk(2, -1)
-    # each product is rounded, and their sum
+    # each product is rounded, and so is their sum
     budget = torch.cat([a * cos + b * sin, b * cos + a * sin], -1) * torch.finfo(dtype).eps * 1.01
 
     expected_k, expected_v = (torch.full_like(k_PKSD, torch.nan) for _ in range(2))
@@ -74,7 +74,7 @@ def check(given: dict[str, Any], q_TND: Tensor) -> None:
             expected_k[block, :, slot] = ours_KD
             expected_v[block, :, slot] = qkv[row, N + K :]
     for cache, expected in ((k_PKSD, expected_k), (given["v_PKSD"], expected_v)):
-        assert torch.equal(cache.isnan(), expected.isnan())  # nothing is written but the rows' own places
+        assert torch.equal(cache.isnan(), expected.isnan())  # only the rows' own slots are written
         assert torch.equal(cache.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -84,7 +84,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
         check(given, fused_rotate_and_store(**given))
 
     def train() -> None:
-        table = rope_table(torch.arange(5), 4, 1e4, torch.bfloat16)  # four of six turn
+        table = rope_table(torch.arange(5), 4, 1e4, torch.bfloat16)  # four of six dimensions are rotated
         outputs = fused_rotated_heads(drawn(5, 34, 6, seed=0, dtype=torch.bfloat16).requires_grad_(), table, 7)
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
@@ -113,7 +113,7 @@ def test_queries_keys_and_values(
 
 @pytest.mark.parametrize("shape", [(14, 2, 64, 16), (3, 1, 10, 3)], ids=str)
 def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) -> None:
-    """What a rollout caches is what the update computes."""
+    """A rollout caches what the update computes."""
     given = arguments(13, shape, torch.bfloat16, True)
     theirs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in copied(given).items()}
     q_TND, theirs_TND = fused_rotate_and_store(**given), rotate_and_store(**theirs)
@@ -149,7 +149,7 @@ def test_heads_for_training_have_the_bits_of_torch_and_so_has_their_gradient(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "turned"), [(64, 16), (10, 4), (24, 18)])
 def test_a_share_of_a_head_is_turned_as_torch_does(dim: int, turned: int, dtype: torch.dtype) -> None:
-    """In the cache, for training, and in the gradient: the same bits, in float32 where no product is fused, too."""
+    """In the cache, in training and in the gradient the bits are equal, also in float32 where no product is fused."""
     given = arguments(7, (3, 1, dim, 3), dtype, True)
     given["rope"] = between_nans(rope_table(torch.arange(7) * 300, turned, 1e4, dtype))
     theirs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in copied(given).items()}

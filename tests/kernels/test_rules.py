@@ -1,4 +1,4 @@
-"""Filters against a plain reference in float64, and what the host knows of a batch's rules."""
+"""Tests of filters against a plain reference in float64, and of the host's knowledge of a batch's rules."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ INFINITY = math.inf
 
 
 def rules_of(*rows: tuple[float, int, float, float]) -> SamplingTensors:
-    """From (temperature, top_k, top_p, min_p) of each row."""
+    """Return rules from (temperature, top_k, top_p, min_p) of each row."""
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
     return SamplingTensors.of(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
 
 
 def reference_kept(z: Sequence[float], top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
-    """Columns that are kept, one filter after the other; and how close a decision was."""
+    """Return the columns that the filters keep, applied in sequence, and the margin of the closest decision."""
     order = sorted(range(len(z)), key=lambda v: -z[v])
     kept = [v for v in order if not top_k or z[v] >= z[order[min(top_k, len(z)) - 1]]]
     weight = {v: math.exp(z[v] - z[order[0]]) for v in kept}
@@ -58,17 +58,17 @@ LOGITS = [math.log(p) for p in (0.4, 0.3, 0.15, 0.1, 0.05)]
         (LOGITS, 0, 0.5, 0.0, {0, 1}),
         (LOGITS, 0, 0.39, 0.0, {0}),
         (LOGITS, 0, 1e-9, 0.0, {0}),
-        (LOGITS, 2, 0.56, 0.0, {0}),  # of what top-k kept, .4 is four sevenths
+        (LOGITS, 2, 0.56, 0.0, {0}),  # .4 is four sevenths of what top-k kept
         (LOGITS, 2, 0.58, 0.0, {0, 1}),
         (LOGITS, 0, 1.0, 0.3, {0, 1, 2}),
         (LOGITS, 0, 0.5, 0.9, {0}),
         (LOGITS[::-1], 2, 1.0, 0.0, {3, 4}),
-        ([1.0, 2.0, 2.0, 2.0, 0.0], 1, 1.0, 0.0, {1, 2, 3}),  # equal logits stand or fall together
+        ([1.0, 2.0, 2.0, 2.0, 0.0], 1, 1.0, 0.0, {1, 2, 3}),  # equal logits are kept or dropped together
         ([1.0, 2.0, 2.0, 2.0, 0.0], 0, 0.1, 0.0, {1, 2, 3}),
         ([0.0] * 4, 3, 0.3, 0.5, {0, 1, 2, 3}),
         ([0.0, -INFINITY, 1.0, -INFINITY], 3, 1.0, 0.0, {0, 1, 2, 3}),  # the third largest is -inf
         ([0.0, -INFINITY, 1.0, -INFINITY], 0, 0.999, 0.0, {0, 2}),
-        ([-200.0, 0.0, -300.0], 0, 1.0, 0.0, {0, 1, 2}),  # off: also where a probability is 0 in float32
+        ([-200.0, 0.0, -300.0], 0, 1.0, 0.0, {0, 1, 2}),  # off: also if a probability is 0 in float32
         ([-200.0, 0.0, -300.0], 0, 1.0, 1e-9, {1}),
         ([5.0], 1, 0.1, 1.0, {0}),
     ],
@@ -87,7 +87,7 @@ def test_what_filters_keep(z: list[float], top_k: int, top_p: float, min_p: floa
 )
 @settings(max_examples=300, deadline=None)
 def test_filters_against_the_reference(z: list[int], grain: float, top_k: int, top_p: float, min_p: float) -> None:
-    logits = torch.tensor([value * grain for value in z]).tolist()  # what float32 makes of them
+    logits = torch.tensor([value * grain for value in z]).tolist()  # as rounded to float32
     expected, close = reference_kept(logits, top_k, float(np.float32(top_p)), float(np.float32(min_p)))
     assume(close > 1e-9 or min_p == 1.0)
     assert kept_by(logits, (1.0, top_k, top_p, min_p)) == expected
@@ -141,7 +141,7 @@ def test_greedy_rows_have_no_filter_that_matters() -> None:
         ((-0.1, 0, 1.0, 0.0), "temperature is -0.1"),
         ((INFINITY, 0, 1.0, 0.0), "temperature is inf"),
         ((math.nan, 0, 1.0, 0.0), "temperature is nan"),
-        # 0, subnormal or infinite in float32, as it is or its reciprocal
+        # 0, subnormal or infinite in float32, itself or its reciprocal
         *(((value, 0, 1.0, 0.0), "temperature is ") for value in (1e-45, 1e-40, 1.1e-38, 1e38, 1e300)),
         ((1.0, -1, 1.0, 0.0), "top_k is -1; it has to be 0 or more"),
         ((1.0, 0, 0.0, 0.0), "top_p is 0.0"),

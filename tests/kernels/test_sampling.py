@@ -1,6 +1,6 @@
-"""Noise is a function of (seed, position, token), uniform and independent; what is drawn follows softmax.
+"""Tests that noise is a function of (seed, position, token), uniform and independent, and that draws follow softmax.
 
-Nothing here is random: the hash gives the same figures everywhere, so a limit of one in a thousand is a fixed bar.
+Nothing here is random: the hash gives the same figures everywhere, so that a limit of one in a thousand is fixed.
 """
 
 import math
@@ -19,7 +19,7 @@ from thresher.kernels.sampling import SamplingTensors, sample
 LOGITS = torch.tensor([1.2, -0.3, 2.0, 0.0, -4.0, 0.7, 0.7, -1.0, 1.9, -2.0, 0.1, -0.5])
 DRAWS = 20_000
 
-# How draws are made to differ: by seed alone, by position alone, by seeds far apart, by both.
+# Ways in which draws differ: by seed alone, by position alone, by distant seeds, by both.
 STREAMS: list[tuple[str, Callable[[int], tuple[int, int]]]] = [
     ("seeds in a row", lambda n: (n, 17)),
     ("positions in a row", lambda n: (3, n)),
@@ -30,7 +30,7 @@ STREAMS: list[tuple[str, Callable[[int], tuple[int, int]]]] = [
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """As a standard normal deviate (Wilson and Hilferty 1931): 3.09 is exceeded once in a thousand."""
+    """Return chi-square as a normal deviate (Wilson and Hilferty 1931): 3.09 is exceeded once in a thousand."""
     freedom = len(expected) - 1
     value = float(((counts - expected).square() / expected).sum())
     spread = 2 / (9 * freedom)
@@ -68,7 +68,7 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
 
 
 def test_noise_is_what_it_was() -> None:
-    """A recorded run is repeated only as long as these numbers stay."""
+    """A recorded run can be repeated only as long as these numbers do not change."""
     assert noise(42, 7, 4).mul(2**24).tolist() == [12_751_441, 1_756_897, 8_263_305, 14_960_857]
 
 
@@ -78,19 +78,19 @@ def test_noise_is_uniform_and_independent(stream: Callable[[int], tuple[int, int
     u_NV = noises(seeds, positions, 16).double()
     bins = torch.histc(u_NV.flatten(), 64, 0, 1)
     assert chi_square(bins, torch.full((64,), u_NV.numel() / 64)) < 3.09
-    for token in (0, 1, 15):  # each column by itself, too
+    for token in (0, 1, 15):  # each column by itself as well
         assert chi_square(torch.histc(u_NV[:, token], 20, 0, 1), torch.full((20,), DRAWS / 20)) < 3.09
     limit = 4 / math.sqrt(DRAWS)
     neighbours = [(u_NV[:, 0], u_NV[:, 1]), (u_NV[:, 3], u_NV[:, 11]), (u_NV[:-1, 2], u_NV[1:, 2])]
     for a, b in [*neighbours, (u_NV[:-7, 5], u_NV[7:, 5]), (u_NV[:-1, 0], u_NV[1:, 1])]:
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < limit  # bound: fixed numbers, the same on any CPU
-        # Independent, and not merely uncorrelated: all cells of a 4 x 4 table are alike.
+        # Independent, and not merely uncorrelated: all cells of a 4 x 4 table are equally frequent.
         cells = torch.bincount((a * 4).long() * 4 + (b * 4).long(), minlength=16).double()
         assert chi_square(cells, torch.full((16,), len(a) / 16)) < 3.09
 
 
 def test_noise_stays_inside_its_interval() -> None:
-    """Over 39 million draws, which hit both ends: a 0 or a 1 would make an infinite sample."""
+    """Over 39 million draws, which reach both ends: a 0 or a 1 would make an infinite sample."""
     lowest, highest = 1.0, 0.0
     for step in range(16):
         u_BV = noises(range(16), [step] * 16, 151_936)
@@ -105,7 +105,7 @@ def test_what_is_drawn_follows_softmax(stream: Callable[[int], tuple[int, int]],
     ids_B, _ = draw(LOGITS.expand(DRAWS, -1), seeds, positions, temperature)
     expected = torch.softmax(LOGITS.double() / temperature, 0) * DRAWS
     counts = torch.bincount(ids_B, minlength=len(LOGITS)).double()
-    common = expected >= 5  # the test's own condition; the rest is one class
+    common = expected >= 5  # the condition of the chi-square test; the rest is one class
     rest = torch.stack([counts[~common].sum(), expected[~common].sum()])
     counts, expected = counts[common], expected[common]
     if rest[1] > 0:
@@ -115,7 +115,7 @@ def test_what_is_drawn_follows_softmax(stream: Callable[[int], tuple[int, int]],
 
 @pytest.mark.slow
 def test_a_large_vocabulary_is_drawn_evenly() -> None:
-    """Flat logits over Qwen's width: the ids that come out are uniform, and rarely the same one twice."""
+    """With flat logits over Qwen's vocabulary the drawn ids are uniform and rarely repeat."""
     ids = torch.cat([draw(torch.zeros(16, 151_936), range(16), [step] * 16, 1.0)[0] for step in range(64)])
     assert chi_square(torch.histc(ids.double(), 16, 0, 151_936), torch.full((16,), 64.0)) < 3.09
     assert len(ids.unique()) > 1010
@@ -128,7 +128,7 @@ def test_log_probs_against_float64(temperature: float) -> None:
     ids_B, logprobs_B = draw(logits_BV, range(50), range(50), temperature)
     truth_BV = torch.log_softmax(logits_BV.double() / (temperature or 1.0), -1)
     assert ids_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
-    # Quotients, their difference and the result are some eight roundings of numbers that large; a sum has 999 terms.
+    # Quotients, their difference and the result are about eight roundings of numbers of that size; a sum has 999 terms.
     off = 2.0**-24 * (8 * float(logits_BV.abs().max()) / (temperature or 1.0) + 999**0.5)
     torch.testing.assert_close(logprobs_B.double(), truth_BV.gather(1, ids_B[:, None])[:, 0], rtol=0, atol=off)
     assert torch.equal(logits_BV, kept), "the caller's logits were changed"
@@ -168,7 +168,7 @@ def test_a_draw_is_independent_of_batch_composition() -> None:
         assert alone[0][0] == ids_B[row] and alone[1][0] == logprobs_B[row]
 
 
-# --- Rows that draw by different rules
+# --- Rows with different sampling rules
 
 RULES = [  # (temperature, top_k, top_p, min_p)
     (0.0, 0, 1.0, 0.0),
@@ -191,7 +191,7 @@ def rules_of(rows: list[tuple[float, int, float, float]]) -> SamplingTensors:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("width", "count"), [(755, 45), (40_000, 18)])
 def test_a_row_draws_alike_alone_and_beside_any_other(width: int, count: int, threads: int) -> None:
-    """Bit for bit; rows without a filter by rules that know of none."""
+    """Bits are equal; rows without a filter also equal those drawn by uniform rules."""
     logits_BV = torch.randn(count, width, generator=torch.Generator().manual_seed(4)) * 3
     rules = rules_of([RULES[row % len(RULES)] for row in range(count)])
     seeds_B, positions_B = torch.arange(count) * 7919, torch.arange(count) % 9
@@ -214,7 +214,7 @@ def test_a_row_draws_alike_alone_and_beside_any_other(width: int, count: int, th
 def test_what_filters_leave_is_drawn_from_with_the_same_noise(
     rule: tuple[float, int, float, float], width: int
 ) -> None:
-    """Scores and log-probs in float64 over the kept columns, which test_rules.py holds to a reference."""
+    """Scores and log-probs in float64 over the kept columns, which test_rules.py compares with a reference."""
     count, (temperature, top_k, top_p, min_p) = 200, rule
     logits_BV = torch.randn(count, width, generator=torch.Generator().manual_seed(5)) * 2
     at_B = torch.arange(count)
@@ -263,11 +263,11 @@ def test_float64_logits_stay_in_float64() -> None:
     torch.testing.assert_close(logprobs_B, low_logprobs_B.double(), rtol=0, atol=1e-5)
 
 
-# --- What a draw does not do
+# --- Operations that a draw must not run
 
 
 class Operations(TorchDispatchMode):
-    """The names of what torch is asked to do."""
+    """The names of the operations that torch is called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# A value, or a shape that depends on values, that the host reads; a tensor made outside torch (an array's view too).
+# Reads of a value, or of a value-dependent shape, by the host; tensors made outside torch (also views of an array).
 READ_BACK = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 MADE_OUTSIDE = "aten::lift_fresh"
 
@@ -312,7 +312,7 @@ def test_the_test_of_operations_can_tell() -> None:
     "rows", [RULES[:1], RULES[1:2], RULES[:3], RULES], ids=["greedy", "plain", "mixed", "filtered"]
 )
 def test_off_the_cpu_no_value_is_needed(rows: list[tuple[float, int, float, float]]) -> None:
-    """On a device without values: to read one there, or to make a shape of one, is an error."""
+    """On the meta device, reading a value or making a shape from one is an error."""
     host = rules_of(rows)
     on_cpu = (host.temperature_B, host.top_k_B, host.top_p_B, host.min_p_B)
     rules = SamplingTensors.of(*(x.to("meta") for x in on_cpu), host=[x.numpy() for x in on_cpu])

@@ -1,5 +1,5 @@
-"""Drawing fused with the head, held to float64 and to the torch path: tokens wherever rounding cannot decide, log-probs
-within what rounding can do, ties, bits of the noise, and what lies beside the tensors."""
+"""Tests of drawing fused with the head, against float64 and the torch path: tokens where rounding cannot decide,
+log-probs within rounding, ties, bits of the noise, and memory next to the tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def tensor(values: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def dtype_for(tiling: DrawTiling) -> torch.dtype:
-    """The dtype that a GPU has this tiling for: float32 would spill in those of bfloat16. The interpreter takes any."""
+    """Return the dtype of a GPU's tiling: float32 would spill in those of bfloat16. The interpreter takes any."""
     return torch.float32 if DEVICE == "cpu" or tiling in FLOAT32 else torch.bfloat16
 
 
@@ -60,13 +60,13 @@ def rules_of(temperature_B: Tensor) -> SamplingTensors:
 
 
 class Case:
-    """Operands of a draw, and in float64 what is to come of them. Three temperatures and greedy rows, by turns."""
+    """Operands of a draw, and its expected results in float64. Three temperatures and greedy rows alternate."""
 
     def __init__(self, count: int, columns: int, width: int = 64, dtype: torch.dtype = torch.float32) -> None:
         noise = torch.Generator(DEVICE).manual_seed(1000 * count + columns)  # a CPU takes seconds for a real head
         hidden_BH, head_VH = (torch.randn(n, width, generator=noise, device=DEVICE) for n in (count, columns + 7))
         self.hidden_BH = hidden_BH.to(DEVICE, dtype)
-        self.head_VH = head_VH.mul_(3 * width**-0.5).to(DEVICE, dtype)[:columns]  # a model's head is wider, too
+        self.head_VH = head_VH.mul_(3 * width**-0.5).to(DEVICE, dtype)[:columns]  # a model's head has more columns, too
         self.seeds_B = torch.randint(0, 2**63 - 1, (count,), generator=noise, device=DEVICE)
         self.positions_B = torch.randint(0, 2**31 - 1, (count,), generator=noise, device=DEVICE)
         self.temperature_B = tensor([1.0, 0.0, 0.6, 1.7]).repeat(count // 4 + 1)[:count].contiguous()
@@ -79,7 +79,7 @@ class Case:
         return draw_fused(*self.arguments)
 
     def truth(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores and log-probs [B, V] of float64, and by how much a logit may be off [B]."""
+        """Return scores and log-probs [B, V] in float64, and the allowed error of a logit [B]."""
         x_BH, products = self.hidden_BH.double(), []
         for part_VH in self.head_VH.split(2**14):  # a real head takes gigabytes in float64
             w_HV = part_VH.double().t()
@@ -98,16 +98,16 @@ class Case:
         assert ids_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
         columns = scores_BV.shape[1]
         # A score's own rounding: exponential, logarithms and quotient of numbers around it; a GPU's exponential is off
-        # by some 2^-22.
+        # by about 2^-22.
         rounding_B = EPS * (16 + 4 * scores_BV.abs().amax(1))
         best_B2, best_ids_B2 = scores_BV.topk(min(2, columns), 1)
         decided_B = best_B2[:, 0] - best_B2[:, -1] > 2 * (off_B + rounding_B) if columns > 1 else best_B2[:, 0] > 0
-        # The best two are nearer than x, here up to .08 at a width of 3,584, with a probability of about x.
+        # The best two differ by less than x, here up to .08 at a width of 3,584, with a probability of about x.
         assert columns == 1 or (~decided_B).sum() <= 1 + len(decided_B) // 5, "the test decides nothing"
         assert torch.equal(ids_B[decided_B], best_ids_B2[:, 0][decided_B])
         found_B = scores_BV.gather(1, ids_B[:, None])[:, 0]
         assert ((best_B2[:, 0] - found_B) <= 2 * (off_B + rounding_B)).all()
-        # Two logits' errors, and a sum of positive numbers with an exponential each.
+        # Two logits' errors, and a sum of positive numbers, each an exponential.
         budget_B = 2 * off_B + rounding_B + EPS * (columns + 8)
         error_B = (logprobs_B.double() - logp_BV.gather(1, ids_B[:, None])[:, 0]).abs()
         assert (error_B <= budget_B).all()
@@ -149,7 +149,7 @@ def test_tokens_and_log_probs_are_those_of_float64(count: int, columns: int, dty
     rules, draws = rules_of(case.temperature_B), case.arguments[2:4]
     assert torch.equal(sample_from_head(case.hidden_BH, case.head_VH, *draws, rules, "triton")[0], ids_B)
     stored_ids_B, stored_logprobs_B = sample_from_head(case.hidden_BH, case.head_VH, *draws, rules, "torch")
-    case.check(stored_ids_B, stored_logprobs_B)  # the budget is one for both
+    case.check(stored_ids_B, stored_logprobs_B)  # both have the same budget
 
 
 @pytest.mark.parametrize("tiling", sorted({*AMPERE, *HOPPER, *FLOAT32}, key=repr), ids=lambda one: f"{one.rows}")
@@ -184,7 +184,7 @@ def test_one_temperature_for_all_rows_is_not_copied() -> None:
 def test_of_equal_logits_the_lowest_id_wins(
     tiling: DrawTiling, use_tiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exact integers, the largest several times: in one part of a tile, in its halves, in several tiles."""
+    """Logits are exact integers; the largest occurs several times, in one part of a tile, in halves, or in tiles."""
     use_tiling(tiling)
     monkeypatch.setattr(sampling_triton, "REDUCE_TILES", 2)
     draw = Random(0)
@@ -239,8 +239,8 @@ def test_the_noise_has_the_bits_of_the_hash(first: int) -> None:
 
 @pytest.mark.slow
 def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
-    """All 2^23 of them; near 1, where the largest noise comes from, as well as elsewhere. Its inverse to what a GPU's
-    logarithm in one instruction is off by."""
+    """For all 2^23 values, also near 1, where the largest noise comes from; the inverse within the error of a GPU's
+    one-instruction logarithm."""
     u = torch.arange(2**23, dtype=torch.int32, device=DEVICE).float().add_(0.5).mul_(2.0**-23)
     found, inverse = torch.full_like(u, torch.nan), torch.full_like(u, torch.nan)
     block = 2**18 if DEVICE == "cpu" else 2**10  # few programs to interpret, a small one to compile
@@ -260,7 +260,7 @@ def test_what_memory_held_changes_no_bit() -> None:
 
 
 def test_rows_beside_the_operands_are_not_read() -> None:
-    """The head's columns beyond the tokenizer, and hidden states behind the batch, would win or spoil everything."""
+    """The head's columns beyond the tokenizer, and hidden states after the batch, would win or spoil all rows."""
     case = Case(9, 130)
     plain = case.draw()
     head_VH = torch.cat([case.head_VH, torch.full((9, 64), torch.inf, device=DEVICE)])
@@ -286,7 +286,7 @@ def test_a_logit_that_is_not_finite_spoils_its_own_row_alone() -> None:
 
 
 def test_a_token_that_is_sure_has_a_log_prob_of_0_at_most() -> None:
-    """However high its logit. A sum of z and of a logarithm, near 60, would be rounded by up to 4e-6."""
+    """Even if its logit is large. A sum of z and a logarithm, near 60, would be rounded by up to 4e-6."""
     case = Case(400, 300, width=16)
     case.temperature_B.fill_(0.9)
     case.hidden_BH[:] = 1.0
@@ -301,7 +301,7 @@ def test_a_token_that_is_sure_has_a_log_prob_of_0_at_most() -> None:
 
 
 def test_columns_of_minus_infinity_are_never_drawn() -> None:
-    """A whole tile of them, and parts of others."""
+    """One whole tile and parts of others are -inf."""
     case = Case(8, 400, width=16)
     case.hidden_BH[:] = case.hidden_BH.abs() + 0.1
     case.head_VH[:200] = -torch.inf
@@ -318,7 +318,7 @@ def test_columns_of_minus_infinity_are_never_drawn() -> None:
 
 @pytest.fixture
 def _memory_returned() -> Iterator[None]:
-    """Leave the GPU's memory to other processes."""
+    """Return the GPU's cached memory after the test."""
     yield
     torch.cuda.empty_cache()
 
@@ -328,7 +328,7 @@ def _memory_returned() -> Iterator[None]:
 @pytest.mark.parametrize("count", [1, 24, 64, 256])
 @pytest.mark.usefixtures("_memory_returned")
 def test_real_shapes(count: int, width: int) -> None:
-    """Qwen2.5's widths and its tokenizer's columns, and no memory but the parts of the tiles."""
+    """With Qwen2.5's widths and its tokenizer's columns; the only memory used is the parts of the tiles."""
     case = Case(count, VOCABULARY, width, torch.bfloat16)
     case.draw()
     torch.cuda.reset_peak_memory_stats()
@@ -377,7 +377,7 @@ def test_rows_with_filters_are_drawn_from_stored_logits() -> None:
 
 
 def test_on_a_cpu_nothing_but_stored_logits_is_asked_for() -> None:
-    """The bits of `sample(head_logits(..))`, at any width, though Triton's interpreter would be there."""
+    """It has the bits of `sample(head_logits(..))`, at any width, although Triton's interpreter is available."""
     for width in (64, 20):
         hidden_BH, head_VH = torch.randn(5, width), torch.randn(90, width)
         at_B, rules = torch.arange(5), SamplingTensors.uniform(0.9, 5)

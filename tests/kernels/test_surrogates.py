@@ -1,5 +1,5 @@
-"""Surrogates other than the clip: each written out again by its paper's formula over whole sequences, through
-log_softmax in float64; both backends; a user's own; and what is refused."""
+"""Tests of surrogates other than the clip: each against its paper's formula over whole sequences, through log_softmax
+in float64; both backends; user-defined objectives; and refused arguments."""
 
 import json
 import math
@@ -25,7 +25,7 @@ Rows = tuple[Tensor, Tensor, Tensor]  # log-probs, old log-probs and advantages 
 
 
 def case_of(seed: int = 0) -> Case:
-    """Rows of five sequences, of unlike lengths, some masked and some of advantage 0; ratios of .3 to 3."""
+    """Return rows of five sequences of different lengths, some masked and some of advantage 0; ratios of .3 to 3."""
     return make_case(sum(LENGTHS), seed=seed)
 
 
@@ -47,7 +47,7 @@ def by_hand(case: Case, objective: Callable[[Tensor, Tensor, Tensor], Tensor]) -
 
 def ours(case: Case, surrogate: Any, loss: Callable[..., Any] = grpo_loss, **options: Any) -> dict[str, Tensor]:
     hidden, head = (x.clone().requires_grad_() for x in (case.hidden, case.head))
-    logits = hidden @ head.t() if loss is reference_grpo_loss else None  # with a head of ones they are hidden states
+    logits = hidden @ head.t() if loss is reference_grpo_loss else None  # hidden states of an identity head
     if logits is not None:
         logits.retain_grad()
     result = loss(
@@ -85,7 +85,7 @@ def test_it_is_its_formula_in_float64(name: str, chunk_rows: int | None) -> None
 
 
 def test_each_limits_another_row() -> None:
-    """No two of them have the same gradient here: a name that did nothing would be seen."""
+    """No two of them have the same gradient here, so that a name without effect would be noticed."""
     case = case_of()
     found = [ours(case, name)["head_grad"] for name in SURROGATES]
     for n, one in enumerate(found):
@@ -93,7 +93,7 @@ def test_each_limits_another_row() -> None:
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 def test_the_triton_backend_is_as_near_to_float64_as_the_torch_backend(name: str) -> None:
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,8 +113,8 @@ PEERS = json.loads(Path(__file__).with_name("objective_peers.json").read_text())
 
 @pytest.mark.parametrize("case", PEERS["cases"], ids=lambda case: case["id"])
 def test_gradients_are_those_of_peers(case: dict[str, Any]) -> None:
-    """Of the log-probs of a few short sequences, with holes where a tool wrote. The numbers are results of TRL's,
-    verl's, Liger's, OpenRLHF's and the papers' own functions, run in float64; `of` names version and function."""
+    """Of the log-probs of a few short sequences, with gaps for tool output. The numbers are results of TRL's, verl's,
+    Liger's, OpenRLHF's and the papers' own functions, run in float64; `of` names version and function."""
     given = PEERS["inputs"][case["input"]]
     mask, new, old = (torch.tensor(given[key], dtype=torch.float64) for key in ("mask", "new_logps", "old_logps"))
     A = torch.tensor(given["advantages"], dtype=torch.float64)[:, None] * mask
@@ -136,21 +136,21 @@ def test_gradients_are_those_of_peers(case: dict[str, Any]) -> None:
         torch.arange(B)[:, None].expand_as(mask)[rows],
         turn.view_as(mask)[rows].long() - 1,
     )
-    if guard := case["settings"].get("guard"):  # the peer's is the term alone
+    if guard := case["settings"].get("guard"):  # the peer's number is the guard's term alone
         settings = LossSettings(guard=guard, surrogate="reinforce")
         slope = slopes(new[rows], inputs, settings) - slopes(new[rows], inputs, LossSettings(surrogate="reinforce"))
     else:
         slope = slopes(new[rows], inputs, LossSettings(**case["settings"]))
     found = torch.zeros_like(mask).masked_scatter(rows, -slope * inputs.weights_R)
     wanted = torch.tensor(case["gradient"], dtype=torch.float64)
-    # 1e-8 is added to counts by some, and a temperature of 1.05 is a float32 in one.
+    # Some add 1e-8 to counts, and in one a temperature of 1.05 is a float32.
     assert float((found - wanted).norm()) <= 1e-7 * float(wanted.norm())
 
 
 @pytest.mark.parametrize("zero", [True, False])
 def test_the_guard_holds_what_was_right(zero: bool) -> None:
-    """By hand: the loss is 0 but for the guard, of turns 0 (falls on the whole), 1 (rises), 2 (a wrong answer's) and 3
-    (as good as the group)."""
+    """Computed by hand: the loss is 0 except for the guard, of turns 0 (falls overall), 1 (rises), 2 (belongs to a
+    wrong answer) and 3 (as good as the group)."""
     hidden, head = torch.zeros(6, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     logp, old = -math.log(2), torch.tensor([-0.5, -0.9, -0.9, -0.6, -0.1, -0.4], dtype=torch.float64)
     advantages = torch.tensor([1e-30, 0.0, 1e-30, 1e-30, -1e-30, 0.0], dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_an_objective_of_ones_own() -> None:
             assert error <= 1e-12 * max(float(truth[of].norm()), 1.0)
 
     def weighted(logprobs: Tensor, old: Tensor, ref: Any, advantages: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-        """Couples all rows, so that a row's gradient has other rows' weights."""
+        """Couple all rows, so that a row's gradient contains other rows' weights."""
         return logprobs * logprobs.mean() * advantages
 
     found, reference = ours(case, weighted), ours(case, weighted, reference_grpo_loss)

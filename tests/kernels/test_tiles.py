@@ -1,4 +1,4 @@
-"""The multiple of rows that attention's batched products take is the smallest that the BLAS keeps a row's bits in."""
+"""Tests that attention's batched products use the smallest multiple of rows in which the BLAS keeps a row's bits."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,7 +21,7 @@ def asked_anew() -> Iterator[None]:
 
 
 def rounding_otherwise_below(rows: int, product: Product) -> Product:
-    """A BLAS with another routine for products whose rows are no multiple of `rows`."""
+    """Return a product that rounds differently if its number of rows is not a multiple of `rows`."""
 
     def bmm(left: Tensor, right: Tensor) -> Tensor:
         out = product(left.double(), right.double()).float()

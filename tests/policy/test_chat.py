@@ -1,4 +1,4 @@
-"""Chat templates render as Hugging Face renders them, from wherever the model folder keeps them."""
+"""Tests that chat templates render as Hugging Face renders them, wherever the model folder stores them."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def test_a_template_is_filled_though_its_process_has_to_wait_or_was_killed(
 def test_an_interrupted_request_leaves_no_answer_to_the_next_one(
     small: Tokenizer, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    # A shell lets what it starts in the background ignore the signal.
+    # A shell makes background processes ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     tokenizer = with_template(small, tmp_path, "{{ messages[0].content }}")
@@ -167,7 +167,7 @@ def test_an_interrupted_request_leaves_no_answer_to_the_next_one(
 
 
 def stopped(tokenizer: Tokenizer, number: signal.Signals) -> subprocess.Popen[str]:
-    """Return the process that fills templates, which has got the signal."""
+    """Return the process that fills templates, after sending it the signal."""
     tokenizer.render_chat(HI)
     process = _worker(os.getpid())._process
     assert process is not None

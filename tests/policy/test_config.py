@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: both dialects in, one out, and a sentence for everything else."""
+"""Tests of config.json and generation_config.json: both dialects are read, one is written, all else gives an error."""
 
 import dataclasses
 import json
@@ -83,7 +83,7 @@ def test_reads_what_the_installed_transformers_writes_and_it_reads_ours(tmp_path
     assert (config.rope_theta, config.head_dim, config.eos_token_ids) == (1e6, 8, (3, 4))
     assert (config.tie_word_embeddings, config.pad_token_id, config.num_hidden_layers) == (False, 5, 3)
 
-    # A copy with another number of layers must not carry the old list of layer types along.
+    # A copy with another number of layers must not keep the old list of layer types.
     write_config(config.replace(num_hidden_layers=2), tmp_path / "ours")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     assert type(again) is transformers.Qwen2Config and again.architectures == ["Qwen2ForCausalLM"]
@@ -104,7 +104,7 @@ def test_reads_what_the_installed_transformers_writes_and_it_reads_ours(tmp_path
     ],
 )
 def test_llama3_scaling_in_both_dialects(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """What is written is the older one; the installed transformers reads it as it reads its own."""
+    """The older dialect is written; the installed transformers reads it like its own."""
     config = config_from_dict(changed(**changes), "here")
     assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64) and config.rope_theta == 300.0
     assert hash(config) != hash(config.replace(rope_scaling=None)) and not config.extra.keys() & {"rope_parameters"}

@@ -1,4 +1,4 @@
-"""Model families: one file and one row make another. Those there are stand in test_published.py."""
+"""Tests that one file and one row define another model family. test_published.py tests the existing families."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3, 5, 8])
 
 
 class ToyLayer(DecoderLayer):
-    """A family that only this test knows: Qwen2 without biases, its heads as wide as they like."""
+    """A family that only this test has: Qwen2 without biases, with heads of any width."""
 
     rules = ConfigRules(constants={"toy_bias": False}, integers=("head_dim",))
 
 
 @pytest.fixture
 def toy_family(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one row. The one file is this."""
+    """Register the family's row. This file is its one file."""
     row = Family(architecture="ToyForCausalLM", models="Toy", module=ToyLayer.__module__, layer="ToyLayer")
     monkeypatch.setitem(FAMILIES, "toy", row)
     return "toy"
@@ -55,7 +55,7 @@ def test_a_toy_family_is_made_saved_and_loaded(toy_family: str, tmp_path: Path) 
 
 
 def test_a_toy_family_computes_what_it_says(toy_family: str) -> None:
-    """With Qwen2's own head_dim it is a Qwen2 whose biases are 0."""
+    """With Qwen2's own head_dim it equals a Qwen2 whose biases are 0."""
     policy = init_policy(make_config(model_type=toy_family), 0)
     qwen2 = init_policy(make_config(), 1)
     missing, surplus = qwen2.load_state_dict(policy.state_dict(), strict=False)
@@ -66,7 +66,7 @@ def test_a_toy_family_computes_what_it_says(toy_family: str) -> None:
 def test_a_toy_family_is_sampled_from_and_adapted(
     toy_family: str, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: list[Any]
 ) -> None:
-    """Rollout reads keys and values from its cache, and its log-probs are those of the forward that trains."""
+    """Rollout uses its KV cache, and the log-probs are those of the training forward."""
     plain = tiny_policy.config
     policy = make_toy(vocab_size=plain.vocab_size, max_position_embeddings=2048, eos_token_ids=plain.eos_token_ids)
     for adapted in (False, True):
@@ -88,7 +88,7 @@ def test_a_familys_rules_are_its_own(toy_family: str) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 29, "head_dim": 12}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     rest = {"rms_norm_eps": 1e-6, "rope_theta": 300.0, "tie_word_embeddings": True}
-    # Qwen2 refuses the activation; a toy reads nothing of it.
+    # Qwen2 refuses the activation; the toy family does not read it.
     written = {"architectures": ["ToyForCausalLM"], "hidden_act": "gelu", **sizes, **heads, **rest}
     config = config_from_dict(written, "here")
     assert (config.model_type, config.head_dim) == ("toy", 12)

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the folder of the same model, held to transformers' own loader; others are refused by name."""
+"""Tests of converting a GGUF file to a model folder, against transformers' own loader, and of refused files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytest.importorskip("gguf")
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
-    "qwen3": {"tie_word_embeddings": True, "head_dim": 128},  # the only one of Qwen3 that transformers' loader knows
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 128},  # transformers' loader of Qwen3 supports no other
 }
 TEXT = "Who wrote the 1995 guide?"
 
@@ -27,7 +27,7 @@ TEXT = "Who wrote the 1995 guide?"
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_logits_and_ids_are_those_of_transformers(tmp_path: Path, architecture: str, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")  # which transformers' loader of GGUF files asks for
+    pytest.importorskip("accelerate")  # required by transformers' loader of GGUF files
     policy, tokenizer = make_model(architecture, **SHAPES[architecture])
     file = write_gguf(tmp_path / "m.gguf", policy, tokenizer, kind)
     import_gguf(file, tmp_path / "out")
@@ -43,7 +43,7 @@ def test_logits_and_ids_are_those_of_transformers(tmp_path: Path, architecture: 
 
 
 def test_the_folder_says_what_the_file_says(tmp_path: Path) -> None:
-    """Sizes and constants as published, rows of the head beyond the tokenizer, the chat template."""
+    """Sizes and constants as published, rows of the head beyond the tokenizer, and the chat template are kept."""
     policy, tokenizer = make_model("qwen2", vocab_size=310, rms_norm_eps=1e-5, rope_theta=1e6)
     unused = 310 - len(tokenizer)
     found = import_gguf(write_gguf(tmp_path / "m.gguf", policy, tokenizer, unused=unused), tmp_path / "out")
@@ -139,7 +139,7 @@ def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", policy, tokenizer)
     data = bytearray(file.read_bytes())
     name = b"blk.0.attn_norm.weight"
-    at = data.index(name) + len(name) + 4 + 8  # behind the name: dimensions, one size, the type
+    at = data.index(name) + len(name) + 4 + 8  # after the name: dimensions, one size, the type
     data[at : at + 4] = int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little")
     file.write_bytes(data)
     with pytest.raises(UserError, match=r"tensor blk\.0\.attn_norm\.weight is of the type I32"):
@@ -147,7 +147,7 @@ def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_a_policy() -> None:
-    """The names that the file may have are those of every parameter of the three architectures."""
+    """The parameter names of all three architectures can be converted to the file's names and back."""
     from gguf_cases import gguf_name
 
     from thresher.policy.gguf import _parameter

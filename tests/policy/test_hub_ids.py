@@ -1,4 +1,4 @@
-"""Wherever a model's folder is read, a name on the Hub in its place is answered with how to download it."""
+"""Tests that a Hub name in place of a model folder is answered with how to download it, wherever folders are read."""
 
 from collections.abc import Callable
 from pathlib import Path

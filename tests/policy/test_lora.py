@@ -1,5 +1,5 @@
-"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, their bits are
-batch-invariant, and what is saved is an ordinary model with PEFT's files beside it."""
+"""Tests of low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, their bits
+are batch-invariant, and saving gives an ordinary model with PEFT's files next to it."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from thresher.policy.lora import (
 )
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 
-DENSE = ("q", "k", "v", "o", "gate", "up", "down")  # what these layers have
+DENSE = ("q", "k", "v", "o", "gate", "up", "down")  # the targets of these layers
 IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
 
 
@@ -42,7 +42,7 @@ def make_policy(seed: int = 0, **changes: Any) -> Policy:
 
 @torch.no_grad()
 def stirred(policy: Policy, seed: int = 5) -> Policy:
-    """Adapters that have learned something: B is no longer 0."""
+    """Fill the adapters as if trained: B is no longer 0."""
     generator = torch.Generator().manual_seed(seed)
     for _, adapter in adapters(policy):
         adapter.b_OR.copy_(0.3 * torch.randn(adapter.b_OR.shape, generator=generator))
@@ -50,7 +50,7 @@ def stirred(policy: Policy, seed: int = 5) -> Policy:
 
 
 def dense(policy: Policy) -> Policy:
-    """The same function without adapters: their products are in the weights."""
+    """Return the same function without adapters: their products are merged into the weights."""
     other = make_policy(hidden_size=policy.config.hidden_size).to(policy.dtype)
     other.load_state_dict({name: value for name, value in policy.state_dict().items() if "adapters" not in name})
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_their_gradients_are_those_of_the_dense_product() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 20])
 def test_an_adapters_rows_are_batch_invariant(rank: int, threads: int) -> None:
-    """Rows come in multiples of ROW_MULTIPLE (kv_cache.py). Ranks 2 to 4 as they stand would fail on three threads."""
+    """Rows come in multiples of ROW_MULTIPLE (kv_cache.py). Ranks 2 to 4, unpadded, would fail on three threads."""
     settings = LoraSettings(rank=rank, alpha=8.0)
     generator = torch.Generator().manual_seed(rank)
     adapter = Adapter(24, 24, settings, generator)
@@ -174,7 +174,7 @@ def test_what_is_saved_is_an_ordinary_model_with_pefts_files(saved: tuple[Policy
     torch.testing.assert_close(plain.logits(IDS), policy.logits(IDS), rtol=0, atol=1e-4)
     with policy.adapters_off():
         assert (plain.logits(IDS) - policy.logits(IDS)).abs().max() > 0.05
-    # transformers adds an adapter that lies in the model's own folder, which has it already.
+    # transformers applies an adapter in the model's own folder, whose weights already contain it.
     names = [FOLDER, "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == names
     tensors = load_file(folder / FOLDER / WEIGHTS)

@@ -1,4 +1,4 @@
-"""The transformer against transformers' Qwen2ForCausalLM: logits, gradients, and files in both directions."""
+"""Tests of the transformer against transformers' Qwen2ForCausalLM: logits, gradients, and files in both directions."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 transformers = pytest.importorskip("transformers")
 
 # heads, key/value heads, head dimension, layers, vocabulary, tied, rope_theta. Every ratio of heads from 1 to 7, head
-# dimensions that are and are not a multiple of 8, both ways to hold a head, both bases of Qwen2 and Qwen2.5.
+# dimensions that are and are not a multiple of 8, tied and untied heads, both bases of Qwen2 and Qwen2.5.
 SHAPES = [
     (2, 2, 8, 1, 40, True, 1e4),
     (4, 2, 8, 2, 97, False, 1e6),
@@ -106,7 +106,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=[IDS[1], IDS[6]])
 def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
     """float32 on the same (bfloat16) weights is the truth. Our error may be four times theirs, as root mean squares;
-    what a norm reads, rounded to four bits, makes it six times theirs."""
+    rounding the input of a norm to four bits would make it six times theirs."""
     policy = random_policy(config_of(shape)).bfloat16()
     policy.save(tmp_path)
     ids_T = random_ids(policy.config, 65)
@@ -131,7 +131,7 @@ def test_init_is_a_function_of_the_seed() -> None:
         assert torch.equal(tensor, second[name]), name
         if tensor.dim() == 2:
             assert not torch.equal(tensor, other[name]), name
-            deviations = 6 * 0.05 / math.sqrt(tensor.numel())  # six of a mean; of a deviation over eight
+            deviations = 6 * 0.05 / math.sqrt(tensor.numel())  # six deviations of a mean; of a deviation over eight
             assert abs(tensor.mean()) < deviations and abs(tensor.std() - 0.05) < deviations, name  # bound: chance
         else:
             assert torch.all(tensor == (1.0 if "norm" in name else 0.0)), name

@@ -1,6 +1,6 @@
-"""A whole policy on the fused kernels of its layers, against the torch path: hidden states, and every gradient.
+"""Tests of a whole policy on the fused kernels of its layers, against the torch path: hidden states and all gradients.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter, which the layers are told to use.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter, which the layers are forced to use.
 """
 
 from copy import deepcopy
@@ -21,7 +21,7 @@ from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, init_policy
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 LENGTHS = (5, 1, 9)
 
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_policy(family: str, lora: bool) -> Policy:
-    """Norms and biases are random, too: those that `init_policy` gives would hide a mistake with them."""
+    """Return a policy whose norms and biases are random, too: those of `init_policy` would hide mistakes."""
     sizes = {"hidden_size": 40, "intermediate_size": 52, **SHAPES[family]}
     policy = init_policy(make_config(model_type=family, **sizes), seed=0)
     noise = torch.Generator().manual_seed(1)
@@ -56,8 +56,8 @@ def make_policy(family: str, lora: bool) -> Policy:
 
 
 def results(policy: Policy) -> dict[str, torch.Tensor]:
-    """The hidden states of three packed sequences, for a model with states of a beginning and two that go on from it,
-    and the gradients of a loss that is a sum of them."""
+    """Return the hidden states of three packed sequences (for a model with states, a prefix and two continuations) and
+    the gradients of a weighted sum of them."""
     ids_T = torch.randint(29, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2)).to(policy.device)
     states = policy.config.layer_types
     layout = PrefixForest(LENGTHS, [-1, 0, 0], policy.device) if states else Varlen(LENGTHS, policy.device)
@@ -72,7 +72,7 @@ def results(policy: Policy) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.fast_cases(2)
 def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is no further from float64 than four times what the torch path is, in this tensor and in all together."""
+    """The error against float64 is at most four times the torch path's, of this tensor and of all together."""
     policy = make_policy(family, lora)
     with exact_norms():
         truth = results(deepcopy(policy).double())
@@ -87,14 +87,14 @@ def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytes
         monkeypatch.setattr(module, "uses_triton", serves)
     fused = results(deepcopy(policy).to(DEVICE))
     layer_count = policy.config.num_hidden_layers
-    # Two norms, a rotation and a gate a layer, and the last norm; Qwen3's norms of heads. With states norms and gates,
-    # norms and rotation of the one, of the other convolution, norm of heads, and the rule, which asks four times.
+    # Two norms, a rotation and a gate per layer, and the last norm; Qwen3's norms of heads. With states, norms and
+    # gates; norms of heads and rotation of one layer; convolution, norm of heads and the rule, four times, of another.
     hybrid = {"qwen3_5_text": 2 * 3 + 2 + 6 + 1}
     assert len(served) == hybrid.get(family, (5 if family == "qwen3" else 4) * layer_count + 1)
     assert fused.keys() == torchs.keys() == truth.keys() and len(truth) > (8 if lora else 14)
     assert any("norm" in name for name in truth) != lora
     of_torch = off(torchs, truth)
-    assert of_torch <= 1e-5  # some hundred roundings of float32
+    assert of_torch <= 1e-5  # about a hundred roundings of float32
     for name, true in truth.items():
         assert true.norm() > 0, name
         assert off(fused, {name: true}) <= 4 * (off(torchs, {name: true}) + of_torch), name

@@ -1,4 +1,4 @@
-"""Tokenizers of Llama 3's, R1-Distill-Qwen's and Qwen3's shape: the ids, bytes and prompts that transformers gives."""
+"""Tests of tokenizers shaped as Llama 3's, R1-Distill-Qwen's and Qwen3's: ids, bytes and prompts are transformers'."""
 
 import json
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_a_word_of_the_vocabulary_goes_before_merges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", [True, False])
 def test_chat_templates_render_as_transformers_renders_them(folder: Path, prompt: bool) -> None:
-    """Given the day: transformers hands a template the clock, which we do not."""
+    """The date is given, because transformers passes the current time to a template and we do not."""
     ours, theirs = load_tokenizer(folder), theirs_of(folder)
     for chat in CHATS:
         text = ours.render_chat(chat, add_generation_prompt=prompt)
@@ -98,7 +98,7 @@ def test_what_comes_before_a_text(tmp_path: Path) -> None:
     begin = load_tokenizer(llama).begin_ids
     assert begin == (load_tokenizer(llama).added_tokens[LLAMA_TOKENS[0]],)
     assert load_tokenizer(r1).begin_ids == (load_tokenizer(r1).added_tokens[R1_TOKENS[0]],)
-    # tokenizer_config.json has the last word where it has one.
+    # A setting in tokenizer_config.json takes precedence.
     assert change_settings(llama, add_bos_token=False).begin_ids == ()
     assert change_settings(llama, add_bos_token=None).begin_ids == begin
     assert change_settings(r1, add_bos_token=True, bos_token=None).begin_ids == ()

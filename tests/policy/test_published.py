@@ -1,6 +1,7 @@
-"""Every published model's structure, cut to a few narrow layers: forward, gradients, cached decoding, adapters, files.
+"""Tests of every published model's structure, cut to a few narrow layers: forward, gradients, cached decoding, adapters
+and files.
 
-Numbers of heads, the ratio of the heads' width to the hidden one, tied or not, the base of RoPE and its scaling are the
+Numbers of heads, the ratio of the heads' width to the hidden one, tied heads, RoPE's base and its scaling are the
 published ones; the widths are a 16th of theirs, the MLP's a 64th. transformers is the truth.
 """
 
@@ -22,7 +23,7 @@ from thresher.policy.tokenizer import Tokenizer, train_bpe
 
 transformers = pytest.importorskip("transformers")
 
-# Between a wave that is kept and one that is divided lies one of 167 positions, at D 8 and a base of 500,000.
+# With D 8 and a base of 500,000 one wavelength, 167 positions, lies between the kept and the divided waves.
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 256}
 QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
@@ -34,7 +35,7 @@ R1_LARGE = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 DELTA = {"linear_num_key_heads": 16, "linear_key_head_dim": 128 // 16, "linear_value_head_dim": 128 // 16}
 QWEN35 = {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "head_dim": 256, "num_hidden_layers": 4} | DELTA
 QWEN35 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
-# what the family has, hidden and inner widths, heads, key/value heads, tied
+# the family's settings, hidden and inner widths, heads, key/value heads, tied
 SHAPES: dict[str, tuple[dict[str, Any], int, int, int, int, bool]] = {
     "Qwen3-0.6B": (QWEN3, 1024, 3072, 16, 8, True),
     "Qwen3-1.7B": (QWEN3, 2048, 6144, 16, 8, True),
@@ -57,15 +58,15 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int, int, int, bool]] = {
     "R1-Distill-Qwen-32B": (R1_LARGE, 5120, 27648, 40, 8, False),
 }
 WIDTH, INNER, VOCAB = 16, 64, 272
-# Of logits of order 1. Where the delta rule forgets at once, its output is q . k times a vector, which a norm then
-# divides by its length: rounding grows. So states are made to last; transformers' float32 and ours are both 5e-5 from
-# float64 then, and 4e-6 in the other families. Gradients of the delta rule are up to 4e-4 of their norm from float64's,
-# transformers' float32 ones up to 2e-3.
+# For logits of order 1. If the delta rule forgets at once, its output is q . k times a vector, which a norm then
+# divides by its length, so that rounding errors grow. Therefore states are made to last: then transformers' float32 and
+# ours are both 5e-5 from float64, and 4e-6 in the other families. Gradients of the delta rule differ from float64's by
+# up to 4e-4 of their norm, transformers' float32 ones by up to 2e-3.
 WITHIN, WITHIN_DELTA, WITHIN_DELTA_GRADIENTS = 1e-4, 1e-3, 2e-3
 
 
 def config_of(name: str) -> Any:
-    """transformers' config, its widths divided by WIDTH, the MLP's by INNER."""
+    """Return transformers' config, with the widths divided by WIDTH, the MLP's by INNER."""
     family, hidden, inner, heads, kv_heads, tied = SHAPES[name]
     sizes = {"hidden_size": hidden // WIDTH, "intermediate_size": inner // INNER, "num_hidden_layers": 2}
     sizes |= {"vocab_size": VOCAB, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -118,7 +119,7 @@ def logits_of(folder: Path, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 def test_every_family_is_among_them() -> None:
-    # Of text and images: test_qwen35.py.
+    # test_qwen35.py tests the family of text and images.
     assert {family["model_type"] for family, *_ in SHAPES.values()} == set(FAMILIES) - {"qwen3_5"}
 
 
@@ -154,7 +155,7 @@ def test_gradients(case: Case) -> None:
 
 
 def test_cached_decoding(case: Case, tokenizer: Tokenizer) -> None:
-    """Two prompts that share a prefix, several samples each: the log-probs of what was drawn are transformers'."""
+    """With two prompts that share a prefix and several samples each, the log-probs of the samples are transformers'."""
     generator = Generator(case.policy, tokenizer, max_running=8)
     prompts = [IDS[:21].tolist(), [*IDS[:18].tolist(), 5, 6]]
     requests = [GenerateRequest(prompt_ids=ids, max_new_tokens=12, n=2, seed=seed) for seed, ids in enumerate(prompts)]

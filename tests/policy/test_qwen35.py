@@ -1,5 +1,5 @@
-"""Qwen3.5's layers: sequences that share beginnings, the published folder of text and images, and configs that cannot
-be. Forward, gradients, decoding and adapters beside transformers': test_published.py."""
+"""Tests of Qwen3.5's layers: sequences with shared prefixes, the published folder of text and images, and invalid
+configs. test_published.py compares forward, gradients, decoding and adapters with transformers'."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def gradients(policy: Policy, hidden_TH: torch.Tensor, weight_TH: torch.Tensor) 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_what_is_shared_is_what_is_not(checkpoint: bool) -> None:
-    """A trie three segments deep, one shorter than the convolution's reach, in float64: hidden states and gradients."""
+    """A trie three segments deep, one shorter than the convolution, in float64: hidden states and gradients."""
     policy = hybrid().double()
     lengths, parents = [70, 2, 5, 9, 1], [-1, 0, 1, 1, 0]
     starts = [0, 70, 72, 77, 86]
@@ -57,7 +57,7 @@ def test_what_is_shared_is_what_is_not(checkpoint: bool) -> None:
 
     forest = PrefixForest(lengths, parents)
     shared_TH = policy.hidden(ids_T, forest.positions_T, forest, checkpoint)
-    # Scores are float32 sums in attention's parts; nothing else is.
+    # Scores are float32 sums in attention's parts; all else is float64.
     torch.testing.assert_close(shared_TH[torch.cat(rows)], apart_TH, rtol=0, atol=1e-10)
     summed_TH = torch.zeros_like(shared_TH).index_add_(0, torch.cat(rows), weight_TH)
     found = gradients(policy, shared_TH, summed_TH)
@@ -69,7 +69,7 @@ def test_what_is_shared_is_what_is_not(checkpoint: bool) -> None:
 
 
 def test_a_streamed_copy_computes_the_same_bits() -> None:
-    """Layers of two types take turns in rooms of their own."""
+    """Layers of the two types alternate, each type with its own buffers."""
     policy = hybrid().requires_grad_(False)
     layout = Varlen([len(IDS)])
     ids_T = IDS % 29
@@ -80,7 +80,7 @@ def test_a_streamed_copy_computes_the_same_bits() -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder as it is published, of text and images, cut, and transformers' model of it."""
+    """Return a folder of text and images as published, cut, and transformers' model of it."""
     transformers = pytest.importorskip("transformers")
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     sizes = {"vocab_size": 272, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -99,7 +99,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
                 parameter.sub_(3)  # so that states last (test_published.py, WITHIN_DELTA)
     folder = tmp_path_factory.mktemp("published")
     theirs.save_pretrained(folder)
-    # Published folders have weights that predict a token more, which transformers leaves out; and several files.
+    # Published folders also contain weights that predict one more token, which transformers ignores, and several files.
     first, second = (folder / f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     (folder / "model.safetensors").rename(first)
     save_file({MTP: torch.randn(64, 128)}, second)

@@ -1,4 +1,4 @@
-"""Other ways to the same hidden states: layers copied over one by one, and layers computed again in the backward."""
+"""Tests of other ways to the same hidden states: layers copied over one by one, and layers recomputed in backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ IDS = torch.arange(24) * 5 % 28 + 1
 
 
 class Counted:
-    """A layout that counts its calls; nothing else is known of it."""
+    """A layout that counts its calls and exposes nothing else."""
 
     def __init__(self) -> None:
         self.layout, self.calls = Varlen([15, 9]), [0] * 3
@@ -27,7 +27,7 @@ class Counted:
 
 
 def passed(policy: Policy, recompute: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int], int]:
-    """Hidden states, gradients, calls of each layer's attention, and bytes that the forward kept for the backward."""
+    """Return hidden states, gradients, attention calls per layer, and bytes that the forward kept for the backward."""
     attend, kept = Counted(), {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_hidden_states_are_the_policys(
     policy = make_tiny_policy(num_hidden_layers=layers, tie_word_embeddings=layers == 2).to(dtype)
     streamed = StreamedPolicy(policy, "cpu")
     layout, ids_T = Varlen([7, 4]), torch.arange(11) + 1
-    for _ in range(2):  # the second forward begins where the first has left off
+    for _ in range(2):  # the second forward starts where the first one stopped
         found = streamed.hidden(ids_T, layout.positions_T, layout)
         assert torch.equal(found, policy.hidden(ids_T, layout.positions_T, layout)) and not found.requires_grad
     assert torch.equal(streamed.head_VH, policy.head_VH)
@@ -83,7 +83,7 @@ def test_hidden_states_are_the_policys(
     with torch.no_grad(), streamed.adapters_off():
         policy.layers[-1].down_weight.zero_()
     if layers > 2:
-        # Layers are brought over in every forward, not kept.
+        # Layers are copied in every forward, not kept.
         moved = streamed.hidden(ids_T, layout.positions_T, layout)
         assert torch.equal(moved, policy.hidden(ids_T, layout.positions_T, layout)) and not torch.equal(moved, found)
 

@@ -1,4 +1,4 @@
-"""Plain text never becomes a control token, bytes are exact, every unusable tokenizer gets its sentence."""
+"""Tests that plain text never becomes a control token, bytes are exact, and an unusable tokenizer gives an error."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_training_puts_special_tokens_last(small: Tokenizer, qwen: Tokenizer) ->
     assert small.added_tokens == {content: first + i for i, content in enumerate(SPECIALS)}
     assert 256 + len(SPECIALS) < len(small) <= 340
     assert {small.token_bytes(token_id) for token_id in range(first)} >= BYTES
-    # Something was learnt: a common word of the training text is far shorter than its letters.
+    # The training had an effect: a common word of the text has far fewer tokens than letters.
     assert len(small.encode(" Greyford")) <= 3 < len(small.encode(" Zkvqjxwp"))
     sizes = [len(train_bpe(TEXTS, 256)), len(train_bpe(TEXTS, 300, SPECIALS)), len(train_bpe([], 300, ["<a>"]))]
     assert sizes == [256, 300, 257]
@@ -99,7 +99,7 @@ def test_training_puts_special_tokens_last(small: Tokenizer, qwen: Tokenizer) ->
 
 
 def test_training_is_deterministic_and_read_by_transformers(small: Tokenizer, tmp_path: Path) -> None:
-    """The trainer counts in hash maps; other processes with other hash seeds must give the same file."""
+    """The trainer counts in hash maps; processes with different hash seeds must write the same file."""
     code = (
         "import sys; from thresher.policy.tokenizer import train_bpe\n"
         f"train_bpe({TEXTS!r}, 340, {SPECIALS!r}).save(sys.argv[1])"
@@ -175,10 +175,10 @@ def test_saving_is_byte_for_byte(small: Tokenizer, tmp_path: Path) -> None:
 def test_added_tokens_listed_in_the_base_vocabulary(
     small: Tokenizer, tmp_path: Path, ignore_merges: bool, merges_as_text: bool
 ) -> None:
-    """A base token promoted to an added one is what merges make of its text; plain text must avoid it."""
+    """Merges give a base token that is also an added token for its text; plain text must avoid it."""
     data = stored(small, tmp_path)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    # A token without spaces, because the vocabulary must spell it as the added token does.
+    # A token without spaces, because the vocabulary must spell it like the added token.
     word = "search"
     promoted = small.token_id(word)
     assert promoted is not None and small.encode(word) == [promoted]
@@ -215,13 +215,13 @@ def test_nothing_is_added_padded_or_cut(small: Tokenizer, tmp_path: Path) -> Non
 
 
 def drop_byte(data: dict[str, Any]) -> None:
-    """Gives the token of byte 0 another spelling, which leaves no gap in the ids."""
+    """Give the token of byte 0 another spelling, which leaves no gap in the ids."""
     vocab = data["model"]["vocab"]
     vocab["ĀĀ"] = vocab.pop("Ā")
 
 
 def test_a_text_with_a_byte_that_has_no_token_is_refused(small: Tokenizer, tmp_path: Path) -> None:
-    """SmolLM2 lacks some control characters: other texts are encoded, those with one are refused, nothing is lost."""
+    """SmolLM2 lacks some control characters: texts that contain one are refused, and others encode without loss."""
     data = stored(small, tmp_path)
     drop_byte(data)
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
@@ -278,7 +278,7 @@ def test_unusable_tokenizers(
 def test_a_pattern_that_takes_too_many_steps(
     small: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The library panics, which in Python is no Exception; one text among many is enough."""
+    """The library panics, which in Python is no Exception; one such text in a batch is enough."""
     data = stored(small, tmp_path)
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(?:a|aa|aaa)+(?=\d)(?!\d)"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
@@ -291,7 +291,7 @@ def test_a_pattern_that_takes_too_many_steps(
 
 
 def test_companions_that_cannot_be_read(small: Tokenizer, tmp_path: Path) -> None:
-    """A link to nothing is not an absent file: without its template the model would be asked in another way."""
+    """A dangling link is not an absent file: without its template the model would be prompted differently."""
     small.save(tmp_path)
     template, settings_file = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
     template.write_bytes("{{ 'Müller' }}".encode("latin-1"))

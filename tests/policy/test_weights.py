@@ -1,4 +1,4 @@
-"""Weights survive a round trip; a folder that is not exactly the model is refused before a tensor is seen."""
+"""Tests that weights survive a round trip, and that a folder that is not exactly the model is refused when opened."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor], **options: Any)
 
 
 def refusal(folder: Path, expected: dict[str, torch.Size], **options: Any) -> str:
-    """The sentence with which reading is refused, by the call itself: no tensor was asked for yet."""
+    """Return the error message with which the call itself refuses to read, before any tensor is requested."""
     with pytest.raises(UserError) as caught:
         read_weights(folder, expected, **options)
     assert "\n" not in str(caught.value)
@@ -72,7 +72,7 @@ def test_sharded_roundtrip(tmp_path: Path, limit: int, shards: int) -> None:
 
 
 def test_views_of_a_fused_tensor_and_parameters_are_written(tmp_path: Path) -> None:
-    """The model keeps q, k and v in one parameter and saves slices of it; other strides become contiguous."""
+    """The model keeps q, k and v in one parameter and saves slices of it; non-contiguous views become contiguous."""
     fused = torch.nn.Parameter(torch.arange(24.0).reshape(6, 4))
     tensors = {"q": fused.data[:3], "k": fused.data[3:5], "v": fused.data[5:], "t": torch.rand(3, 5).t()}
     write_weights(tmp_path, {**tensors, "p": torch.nn.Parameter(torch.ones(2))})
@@ -93,7 +93,7 @@ def test_read_tensors_are_independent_of_a_later_write(tmp_path: Path) -> None:
 def test_an_interrupted_write_never_mixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int, calls_before_the_end: int
 ) -> None:
-    """However many renames happened, the folder holds the old weights, the new ones, or is refused."""
+    """After any number of renames the folder holds the old weights or the new ones, or is refused."""
     write_weights(tmp_path, make(0), max_shard_bytes=old)
     real, calls = os.replace, 0
 
@@ -116,7 +116,7 @@ def test_an_interrupted_write_never_mixes(
     except UserError:
         assert not finished and new <= 100 and old != 10**6
         return
-    if finished:  # the other layout, and shards that are left over, are gone
+    if finished:  # files of the other layout and leftover shards are deleted
         count = {10**6: 1, 100: 3, 1: 6}[new]
         assert len(names(tmp_path)) == count + (count > 1)
     seed = 1 if finished else 0
@@ -167,7 +167,7 @@ def test_a_copy_of_a_tied_head(tmp_path: Path, limit: int) -> None:
     write_weights(tmp_path, {**tensors, HEAD: tensors[EMBED].clone()}, max_shard_bytes=limit)
     assert f"tensor {HEAD} is not part" in refusal(tmp_path, expected)
     assert_same(tmp_path, tensors, optional={HEAD})
-    # An untied head is a tensor like any other, equal or not.
+    # An untied head is an ordinary tensor, equal to the embedding or not.
     assert_same(tmp_path, {**tensors, HEAD: tensors[EMBED]})
     for other in (tensors[EMBED] + 1e-6, tensors[EMBED].bfloat16(), tensors[EMBED][:9].clone()):
         write_weights(tmp_path, {**tensors, HEAD: other}, max_shard_bytes=limit)

@@ -1,5 +1,5 @@
-"""Corpora in memory and on the disk: the same passages, hash and refusals; and what the disk adds: a cache that is used
-again, made anew, or never half there."""
+"""Test corpora in memory and on disk: the same passages, hash and refusals; and, on disk, a cache that is reused or
+rebuilt, and never incomplete."""
 
 import gzip
 import json
@@ -116,7 +116,7 @@ def test_what_is_embedded():
 
 
 def make(path: Path, count: int) -> list[Passage]:
-    """Texts of many lengths; ids that are given and that are row numbers, with blank lines between."""
+    """Write texts of many lengths, with given ids or row numbers as ids, and blank lines; return the passages."""
     draw = random.Random(3)
     with path.open("w", encoding="utf-8") as file:
         for row in range(count):
@@ -166,7 +166,7 @@ def test_a_cache_is_used_again_as_long_as_it_fits(tmp_path, monkeypatch):
     assert opened(3, chunk_words=0) == (whole, 2, 1)
     with pytest.raises(UserError, match=r"c\.jsonl:2: \"text\" is empty"):
         open_corpus(path, cache, skip_empty=False)
-    assert opened(4) == (whole, 2, 1)  # a pass that fails takes nothing away
+    assert opened(4) == (whole, 2, 1)  # a failed pass leaves the cache as it was
     path = path.rename(tmp_path / "moved.jsonl")
     assert opened(4) == (whole, 2, 1)
     path.write_text(path.read_text().replace("1 2 3", "3 2 1"))
@@ -191,7 +191,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
 
 @pytest.mark.parametrize("renames", [0, 1, 2, 3])
 def test_a_kill_leaves_no_cache_that_lies(tmp_path, monkeypatch, renames):
-    """While a stale cache is made anew: after each of its files in turn took its place."""
+    """The kill comes while a stale cache is rebuilt, after 0 to 3 of its files have been moved into place."""
     path, cache = tmp_path / "c.jsonl", tmp_path / "cache"
     make(path, 30)
     open_corpus(path, cache, chunk_words=3)
@@ -295,7 +295,7 @@ print(most_memory() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.slow
 def test_a_large_corpus_needs_little_memory(tmp_path):
-    """300,000 passages, 30 MB, as objects 150 MB: 2.4 MB of hashes, as much of mapped offsets, and a few of buffers."""
+    """300,000 passages are 30 MB, or 150 MB as objects; hashes and mapped offsets take 2.4 MB each, buffers a few."""
     path = tmp_path / "c.jsonl"
     with path.open("w") as file:
         file.writelines(f'{{"title": "Title {row}", "text": "{"word " * 12}{row}"}}\n' for row in range(300_000))
@@ -307,7 +307,7 @@ def test_a_large_corpus_needs_little_memory(tmp_path):
 
 
 def test_control_tags_are_stored_as_they_are_and_harmless_when_rendered(tmp_path, tiny_tokenizer):
-    """From the file through corpus, index and search untouched, up to the renderer."""
+    """Tags are unchanged from the file through corpus, index and search; only the renderer changes them."""
     from thresher.retrieval.building.build import build_index
     from thresher.retrieval.encoders.lexical import LexicalEncoder
     from thresher.retrieval.indexes.load import load_index
@@ -367,7 +367,7 @@ def test_real_corpora(shared_data, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"chunk_words": 3}])
 def test_every_flipped_bit_of_a_stored_corpus_is_named_or_changes_nothing(tmp_path, monkeypatch, options):
-    """Offsets when they are opened, passages when they are first read, whether in a copy or in the file itself."""
+    """Offsets are checked when they are opened, passages when they are first read, in a copy or in the file itself."""
     monkeypatch.setattr(hashes, "BLOCK", 200)
     path, cache = tmp_path / "c.jsonl", tmp_path / "cache"
     make(path, 30)
@@ -380,7 +380,7 @@ def test_every_flipped_bit_of_a_stored_corpus_is_named_or_changes_nothing(tmp_pa
             data = bytearray(whole)
             data[bit // 8] ^= 1 << bit % 8
             file.write_bytes(data)
-            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # a disk tells nobody
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # a failing disk does not change the times
             try:
                 assert list(open_corpus(path, cache)) == passages
             except UserError as error:

@@ -1,4 +1,4 @@
-"""Every format of corpus that people hold, by the same content; what tells them apart; and cutting into chunks."""
+"""Test the formats of corpora with the same content, how they are told apart, and cutting into chunks."""
 
 import bz2
 import csv
@@ -37,7 +37,7 @@ def table(path: Path, *rows: list[str], end: str = "\n") -> Path:
 
 
 def test_the_same_passages_in_every_format(tmp_path: Path) -> None:
-    """Read into memory and left on the disk, by their names and, where the name says nothing, by their content."""
+    """Corpora are read in memory and on disk. The name tells the format, or the content if the name does not."""
     contents = [{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in PASSAGES]
     rows = [[p.id, p.text, p.title] for p in PASSAGES]
     texts = {
@@ -72,7 +72,7 @@ def test_the_same_passages_in_every_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["c.json", "c.json.gz"])
 def test_titles_with_their_sentences(tmp_path: Path, name: str) -> None:
-    """HotpotQA's sentences begin with a space, or do not; a title may occur twice, which a dict would hide."""
+    """HotpotQA's sentences may or may not begin with a space; a title may occur twice, which a dict would hide."""
     text = '{"A": ["One.", " Two.", "Three.", "", " "], "B": "All of it.", "A": ["Again."]}'
     data = ("\ufeff" + text).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
@@ -209,7 +209,7 @@ def test_a_corpus_in_chunks(tmp_path: Path) -> None:
 
 
 def test_empty_records_are_left_out_and_counted_only_when_asked(tmp_path: Path) -> None:
-    """In every format; a row number that stands in for an id counts the passages kept."""
+    """This holds in every format; a row number that replaces an id counts the passages kept."""
     records = [{"title": "A", "text": " "}, {"title": "B", "text": "x"}, {"title": "C", "text": ""}]
     records += [{"contents": '"D"\n \t'}, {"contents": " "}, {"title": "E", "text": "y"}, {"title": "F", "text": ""}]
     (tmp_path / "c.jsonl").write_text(lines(records))

@@ -1,4 +1,4 @@
-"""Questions in the formats people have, and what is refused."""
+"""Test question files: the accepted formats and the refusals."""
 
 import json
 

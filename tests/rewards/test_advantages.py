@@ -1,4 +1,4 @@
-"""Group advantages: cases by hand, and the identities that hold for any group."""
+"""Tests of group advantages: cases worked out by hand, and the identities that hold for any group."""
 
 import math
 import random
@@ -16,7 +16,7 @@ BY_HAND = [
     ([0.49, 0.51], {"std_floor": 0.0}, [-1.0, 1.0]),
     ([0.49, 0.51], {"std_floor": 0.1}, [-0.1, 0.1]),
     ([0.49, 0.51], {}, [-0.1, 0.1]),
-    ([0.49, 0.51], {"std_floor": 0.1, "eps": 0.1}, [-0.05, 0.05]),  # eps is added to the floor, too
+    ([0.49, 0.51], {"std_floor": 0.1, "eps": 0.1}, [-0.05, 0.05]),  # eps is added to the floor as well
     ([0.0, 1.0], {}, [-1.0, 1.0]),
     ([0.0, 1.0], {"sample_std": True, "std_floor": 0.0}, [-ROOT_HALF, ROOT_HALF]),
     (
@@ -25,7 +25,7 @@ BY_HAND = [
         [-0.5 / (ROOT_HALF + 1e-4), 0.5 / (ROOT_HALF + 1e-4)],
     ),
     ([1, 0, 0, 0, 0], {}, [2.0, -0.5, -0.5, -0.5, -0.5]),
-    ([0.1, 0, 0, 0, 0], {}, [0.8, -0.2, -0.2, -0.2, -0.2]),  # std .04: the floor keeps a lone .1 quiet
+    ([0.1, 0, 0, 0, 0], {}, [0.8, -0.2, -0.2, -0.2, -0.2]),  # std .04: the floor keeps a single .1 small
     ([0.1, 0, 0, 0, 0], {"std_floor": 0.0}, [2.0, -0.5, -0.5, -0.5, -0.5]),
     ([True, False], {}, [1.0, -1.0]),
     ([-13.0, 13.0], {}, [-1.0, 1.0]),
@@ -48,7 +48,7 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     assert group_advantages([0.1 + 0.2, 0.3], std_floor=0.0) == [0.0, 0.0]
     assert group_advantages([0.0, 5e-324], std_floor=0.0) == [0.0, 0.0]
     assert group_advantages([0.3, 0.3 + 1e-9], std_floor=0.0) == pytest.approx([-1.0, 1.0])
-    # The last bit of a reward of a million is 1e-10: what is rounding grows with the rewards.
+    # The last bit of a reward of a million is 1e-10: the rounding threshold grows with the rewards.
     assert group_advantages([1e6, math.nextafter(1e6, 2e6)], std_floor=0.0) == [0.0, 0.0]
 
 
@@ -69,7 +69,7 @@ def test_identities_of_any_group(rewards: list[float], sample_std: bool, std_flo
     assert squares <= most * (1 + 1e-9)  # bound: of n deviations by their own spread; a floor makes it less
     for a, r in zip(advantages, rewards, strict=True):
         assert a == 0 or math.copysign(1, a) == math.copysign(1, r - math.fsum(rewards) / len(rewards))
-    # A member's advantage does not depend on its place, not in the last bit.
+    # A member's advantage does not depend on its place, not even in the last bit.
     order = list(range(len(rewards)))
     random.Random(0).shuffle(order)
     assert of([rewards[i] for i in order]) == [advantages[i] for i in order]

@@ -1,4 +1,4 @@
-"""Finer advantages: each rule by hand, what it refuses, and its expectation by exact enumeration of small worlds."""
+"""Tests of finer advantages: each rule by hand, its errors, and its expectation by enumeration of small worlds."""
 
 import math
 from collections.abc import Callable
@@ -243,7 +243,7 @@ def test_a_baseline_saves_variance_and_a_turns_own_return_more(rows: list[dict[s
 
 
 def test_no_two_biased_rules_are_one_rule(rows: list[dict[str, Any]]) -> None:
-    """Or an ingredient that is left out by mistake would pass for biased, as what is left is."""
+    """Otherwise a rule with a missing ingredient could pass as biased, because the rest is biased too."""
     biased = [row for row in rows if row["expected"] == "biased"]
     found = {tuple(round(one[key]["median"], 9) for key in ("bias", "scale")) for one in map(first_setting, biased)}
     assert len(biased) == 17 and len(found) == 17
@@ -295,7 +295,7 @@ def test_the_truth_is_autograds() -> None:
         at += len(actions)
 
     def value(world: Any, state: str) -> Any:
-        """V(s) = sum_a pi(a|s) (r + V(s')), which no enumeration of trajectories is needed for."""
+        """V(s) = sum_a pi(a|s) (r + V(s')), which needs no enumeration of trajectories."""
         return sum(
             pi[state][action] * (reward + (0.0 if following is None else value(world, following)))
             for action, (reward, following) in enumerate(world[state])
@@ -323,9 +323,9 @@ def test_probabilities_are_of_all_there_is() -> None:
 
 @pytest.mark.parametrize(("cost", "prize"), [(0.3, 1.0), (-0.1, 1.0)])
 def test_rewards_less_their_index_mean_ignore_what_going_on_brings(cost: float, prize: float) -> None:
-    """The closed form where one decides to stop or to go on, for `cost`, to a certain `prize`: with groups of 2 the
-    expected gradient is p (1 - p) cost / 2, the true one p (1 - p) (cost + prize). A search that costs a little and
-    always pays is discouraged."""
+    """The closed form of a choice to stop, or to go on, for `cost`, to a certain `prize`: with groups of 2 the expected
+    gradient is p (1 - p) cost / 2, the true one p (1 - p) (cost + prize). A search that costs a little and always pays
+    is discouraged."""
     world = {"ask": ((0.0, None), (cost, "read")), "read": ((prize, None),)}
     batches, policy = Batches([world], 2), Policy.of([world], np.array([0.0, math.log(3), 0.0]))  # p = 3 / 4
     naive = Rule(name="", expected="")

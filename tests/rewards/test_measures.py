@@ -1,4 +1,4 @@
-"""Measures of answers, evidence, rankings and references, by hand."""
+"""Tests of the measures of answers, evidence, rankings and references, with cases worked out by hand."""
 
 import math
 
@@ -38,8 +38,8 @@ def test_the_shared_metrics(answer: str | None, golds: list[str], expected: tupl
     ("answer", "golds", "expected"),
     [
         ("abc", "abc", 1.0),
-        ("abc", "cab", 1.0),  # a bag of characters: this is why it flatters
-        ("Rome", ["Oslo"], 0.25),  # o, of four and four
+        ("abc", "cab", 1.0),  # a bag of characters, which is why it flatters
+        ("Rome", ["Oslo"], 0.25),  # the letter o, of four and four
         ("ab cd", "abcd", 8 / 9),  # the space counts
         ("yes", "eyes", 0.0),
     ],

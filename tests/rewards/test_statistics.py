@@ -1,4 +1,4 @@
-"""Intervals and paired tests, against figures worked out by hand, and against the long way."""
+"""Tests of intervals and paired tests, against figures worked out by hand and direct computations."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ from thresher.rewards.statistics import (
 
 
 def test_an_interval_is_where_the_normal_one_is_for_many_questions() -> None:
-    """To nine standard errors of a quantile of so many draws, the root of p (1 - p) / draws over the density there."""
+    """Limit: nine standard errors of a quantile of the draws, the root of p (1 - p) / draws over the density there."""
     rng = random.Random(1)
     values = [rng.random() for _ in range(200)]
     found = intervals({"f1": values}, resamples=40_000)["f1"]
@@ -42,21 +42,21 @@ def test_a_small_bootstrap_has_the_quantiles_of_all_its_draws() -> None:
     values = [0.0, 1.0, 5.0]
     every = sorted(sum(draw) / 3 for draw in itertools.product(values, repeat=3))
     found = intervals({"x": values})["x"]
-    # 27 draws of equal chance: 2.5% is below the first (3.7%) and 97.5% above the last but one (96.3%).
+    # 27 draws of equal probability: 2.5% is below the first (3.7%) and 97.5% above the last but one (96.3%).
     assert (found.low, found.high) == (every[0], every[-1]) == (0.0, 5.0)
-    # 5.5 and 21.5 of 27, in the middle of the three draws that sum to 2, and of those that sum to 10.
+    # 5.5 and 21.5 of 27 are in the middle of the three draws that sum to 2, and of those that sum to 10.
     inner = intervals({"x": values}, level=16 / 27)["x"]
     assert (inner.low, inner.high) == pytest.approx((every[5], every[21]))
 
 
 def test_a_share_has_wilsons_interval_whatever_it_is() -> None:
-    """The figures are Wilson's of 0 of 8, and of 3 of 10; a share that is no yes or no is drawn."""
+    """The figures are Wilson's for 0 of 8 and for 3 of 10; a share that is not yes or no gets a bootstrap."""
     columns = {"em": [0.0] * 8 + [None] * 2, "f1": [0.5, 1.0] * 5, "reward": [0.0] * 10, "half": [1.0] * 3 + [0.0] * 7}
     found = intervals(columns, shares=["em", "f1", "half"])
     assert (found["em"].low, found["em"].high) == pytest.approx((0.0, 0.3244), abs=1e-4)
     assert (found["half"].low, found["half"].high) == pytest.approx((0.1078, 0.6032), abs=1e-4)
     assert (found["f1"].low, found["f1"].high) == (0.6, 0.9)
-    assert found["reward"].low is None and found["reward"].high is None  # what it could be else is not known
+    assert found["reward"].low is None and found["reward"].high is None  # its range is unknown
     assert wilson(1.0, 8) == pytest.approx((1 - 0.3244, 1.0), abs=1e-4)
 
 
@@ -74,7 +74,7 @@ def test_intervals_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> 
     values = [draw() for _ in range(40)]
     once = intervals({"x": values, "y": values})
     assert once["x"] == once["y"]
-    alone = intervals({"y": values})["y"]  # whatever stands beside it, but for the last bit of a sum
+    alone = intervals({"y": values})["y"]  # other columns affect only the last bit of a sum
     assert (alone.low, alone.high) == pytest.approx((once["y"].low, once["y"].high), rel=1e-12)
     assert intervals({"x": values}, seed=1)["x"] != once["x"]
     monkeypatch.setattr(statistics, "_CELLS", 1000)  # 25 draws at a time, 400 times
@@ -109,8 +109,8 @@ def test_the_sign_test_of_thousands_of_questions_neither_overflows_nor_vanishes(
     p, _ = sign_flip_test([1.0] * 5200 + [-1.0] * 4800)
     z = (400 - 1) / 100  # with the correction for continuity
     assert p == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
-    assert sign_flip_test([1.0] * 2000)[0] == 0.0  # 2^-1999, which a float has no room for
-    # .1 + .2 is not .3 in floats; the patterns (+, +, -) and (-, -, +) both sum to 0, as does what was found.
+    assert sign_flip_test([1.0] * 2000)[0] == 0.0  # 2^-1999, too small for a float
+    # .1 + .2 is not .3 in floats; the patterns (+, +, -) and (-, -, +) both sum to 0, like the observed one.
     assert sign_flip_test([0.1, 0.2, -0.3])[0] == 1.0
 
 
@@ -130,7 +130,7 @@ def test_few_differences_are_counted_and_many_are_drawn() -> None:
     error = math.sqrt(exact * (1 - exact) / 10_000)
     assert p == pytest.approx(exact, abs=9 * error)  # nine standard errors
     assert sign_flip_test(many, seed=0)[0] == p
-    assert sign_flip_test([5.0 + d / 100 for d in many])[0] == 1 / 10_001  # never 0: the pattern found counts
+    assert sign_flip_test([5.0 + d / 100 for d in many])[0] == 1 / 10_001  # never 0: the observed pattern counts
 
 
 def test_two_runs_compared() -> None:
@@ -162,13 +162,13 @@ def test_means_over_seeds_have_students_interval() -> None:
 
 
 def test_seeds_are_compared_as_single_values() -> None:
-    """Of 2^n patterns of n signs two have one sign throughout: three seeds, however alike, give .25."""
+    """Of 2^n patterns of n signs two have equal signs, so that three agreeing seeds give .25."""
     found = compare_seeds([0.5, 0.6, 0.7], [0.9, 0.9, 0.9])
     assert (found.first, found.second, found.difference) == pytest.approx((0.6, 0.9, 0.3)) and found.count == 3
     half = 4.303 * 0.1 / 3**0.5  # Student's, two degrees of freedom
     assert (found.low, found.high) == pytest.approx((0.3 - half, 0.3 + half))
     assert (found.p, found.test) == (0.25, "exact sign flip test over seeds")
-    # Sums of the patterns of .23, .01 and .72 are .96, .94, .50 and .48, each of two signs; .48 is the one found.
+    # Sums of the patterns of .23, .01 and .72 are .96, .94, .50 and .48, each of two signs; .48 is the observed one.
     assert compare_seeds([0.0, 0.0, 0.0], [0.23, 0.01, -0.72]).p == 1.0
     assert compare_seeds([0.0, 0.0, 0.0], [0.3, 0.2, -0.1]).p == 0.5  # .4: +++, ++- and their opposites
     one = compare_seeds([0.5], [0.9])
@@ -186,7 +186,7 @@ def test_the_least_p_value_is_that_of_seeds_that_agree(seeds: int) -> None:
 
 @pytest.mark.parametrize(("table", "probability"), [(T_975, 0.975), (T_800, 0.8)])
 def test_students_quantiles(table: tuple[float, ...], probability: float) -> None:
-    """The integral of Student's density up to each quantile of the table, by the trapezoid rule."""
+    """Integrate Student's density up to each quantile of the table, by the trapezoid rule."""
     for degrees, quantile in enumerate(table, 1):
         factor = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
         at = [quantile * step / 20_000 for step in range(20_001)]
@@ -201,14 +201,14 @@ def test_holms_correction_by_hand() -> None:
 
 
 def test_a_two_way_interval_has_the_quantiles_of_all_draws() -> None:
-    """Two seeds that differ in all questions, two questions that differ on all seeds, and neither."""
+    """Covers two seeds that differ in all questions, two questions that differ on all seeds, and no difference."""
     assert two_way_interval([[0.0, 0.0], [1.0, 1.0]]) == two_way_interval([[0.0, 1.0], [0.0, 1.0]]) == (0.0, 1.0)
     assert two_way_interval([[0.3, 0.3], [0.3, 0.3]]) == pytest.approx((0.3, 0.3))
     values = [[0.0, 1.0, 4.0], [2.0, 0.0, 0.0], [3.0, 3.0, 1.0]]
     draws = list(itertools.product(range(3), repeat=3))
     means = sorted(sum(values[s][q] for s in seeds for q in questions) / 9 for seeds in draws for questions in draws)
     low, high = two_way_interval(values, resamples=200_000)
-    # Each quantile lies where the share of draws below it is .025 or .975, to five standard errors of that share.
+    # Each quantile is where the share of draws below it is .025 or .975, to five standard errors of that share.
     error = 5 * math.sqrt(0.025 * 0.975 / 200_000)
     for share, quantile in ((0.025, low), (0.975, high)):
         below = sum(mean < quantile - 1e-9 for mean in means) / len(means)

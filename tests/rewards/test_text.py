@@ -1,4 +1,4 @@
-"""Text measures, held to a table of the cases that fool them."""
+"""Tests of text measures, with a table of the cases that fool them."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ NORMAL_FORMS = [
     ("the", "", ""),
     ("", "", ""),
     ("  \n", "", ""),
-    ("“quoted” – dash", "“quoted” – dash", "“quoted” – dash"),  # only ASCII punctuation counts
+    ("“quoted” – dash", "“quoted” – dash", "“quoted” – dash"),  # only ASCII punctuation is removed
     ("o'Neill's", "oneills", "o neill s"),
 ]
 
@@ -83,7 +83,7 @@ CONTAINS = [
     ("", "Paris", False, False),
     ("Born in Paris (France), 1901", ["Lyon", "Paris France"], True, True),
     ("Paris, then France", "Paris France", False, False),
-    ("東京は", "東京", False, True),  # no spaces, one token: whole-token matching cannot see inside it
+    ("東京は", "東京", False, True),  # no spaces, one token: whole-token matching finds nothing inside it
 ]
 
 

@@ -1,13 +1,13 @@
-"""A CUDA device that is simulated in torch's CPU build: real values, real `cuda:0` tensors, streams, events, graphs.
+"""A simulated CUDA device in torch's CPU build: real values, real `cuda:0` tensors, streams, events, graphs.
 
     import simcuda
 
-    simcuda.install()           # once, before anything asks torch.cuda
+    simcuda.install()           # once, before any call of torch.cuda
     ...                         # code that runs on "cuda"
     print(simcuda.report())     # launches, host waits by line, hazards
     assert not simcuda.hazards()
 
-It imports nothing but torch (and triton, where that is installed); README.md says what it sees and what it cannot.
+It imports nothing but torch (and triton, if installed); README.md says what it detects and what it cannot.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any
 
 import torch
 
-CHECKED = ("2.13",)  # versions of torch that it was tried with
+CHECKED = ("2.13",)  # tested versions of torch
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "device.cpp"
-FRAMES = 2  # of Python, in the place of a wait or a hazard
+FRAMES = 2  # Python frames in the location of a wait or a hazard
 
 _c: Any = None
 _root = ""
 
 
 def missing() -> str | None:
-    """Return the reason why no device can be made here, or None."""
+    """Return the reason why no device can be simulated here, or None."""
     version = torch.__version__.partition("+")[0]
     if version.rpartition(".")[0] not in CHECKED:
         return f"torch is {version}; simcuda was checked with {', '.join(CHECKED)}"
@@ -59,15 +59,15 @@ def missing() -> str | None:
 
 
 def library() -> Path:
-    """Return where the built extension lies, or will lie: one for each source, torch and Python."""
+    """Return the path of the built extension, existing or not: one for each source, torch and Python."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "simcuda"
     key = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
     return cache / f"_simcuda-{key}-{torch.__version__}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def build() -> Path:
-    """Compile the extension where it is not there yet, which takes a minute; return its file. RuntimeError: the
-    compiler's output."""
+    """Compile the extension unless it exists, which takes a minute; return its file. RuntimeError: the compiler's
+    output."""
     made = library()
     made.parent.mkdir(parents=True, exist_ok=True)
     if made.exists():
@@ -85,12 +85,12 @@ def build() -> Path:
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"g++ could not build {SOURCE.name}:\n{run.stderr[-4000:]}")
-        os.replace(new, made)  # another process may have been faster
+        os.replace(new, made)  # another process may have finished first
     return made
 
 
 def install(root: str | Path = ".", capability: tuple[int, int] = (8, 0), memory: int = 80 << 30) -> None:
-    """Give torch the device. Places are reported as lines of files under `root`. memory: bytes of the device."""
+    """Install the device in torch. Locations are reported as lines of files under `root`. memory: its bytes."""
     global _c, _root
     if _c is not None:
         return
@@ -120,17 +120,17 @@ def _where() -> str:
     return " < ".join(found) or "outside the project"
 
 
-# --- What was seen
+# --- Records
 
 
 def counts() -> dict[str, int]:
-    """Return how many launches, kernels (of them not torch's), views, allocations, syncs, captures, replays and
-    replayed nodes there were."""
+    """Return the numbers of launches, kernels (those not torch's), views, allocations, syncs, captures, replays and
+    replayed nodes."""
     return dict(_c.counts())
 
 
 def syncs() -> dict[str, int]:
-    """Return how often the host waited for the device, by what it waited with and where."""
+    """Return how often the host waited for the device, by the call that waited and its location."""
     return dict(_c.syncs())
 
 
@@ -140,7 +140,7 @@ def operations() -> dict[str, int]:
 
 
 def hazards() -> list[tuple[str, str]]:
-    """Return what would go wrong on a device: (kind, what and where). Kinds: race, free, pinned-reuse, graph-freed."""
+    """Return errors on a real device as (kind, what and where). Kinds: race, free, pinned-reuse, graph-freed."""
     return list(_c.hazards())
 
 
@@ -156,12 +156,12 @@ def report() -> str:
     return "\n".join(lines + [f"HAZARD {kind}: {what}" for kind, what in hazards()])
 
 
-# --- Functions of the host that are one kernel of the device
+# --- Host functions that count as one kernel of the device
 
 
 def one_launch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one launch on its tensors of the device. It computes on their memory, as CPU tensors; what
-    it returns is new. A graph may hold it."""
+    """Return `function` as one launch on its tensors of the device. It computes on their memory, as CPU tensors; its
+    results are new. A graph may contain it."""
 
     def launched(*args: Any) -> Any:
         tensors = [x for x in _tensors(args) if x.is_cuda]
@@ -289,12 +289,12 @@ class CUDAGraph:
 
     @property
     def nodes(self) -> int:
-        """Operations and kernels of a replay."""
+        """Return the number of operations and kernels of a replay."""
         return int(self._graph.nodes)
 
 
 class _Capture:
-    """torch.cuda.graph."""
+    """Stand-in for torch.cuda.graph."""
 
     stream: Stream | None = None  # of all captures that name none
 
@@ -375,7 +375,7 @@ def _patch_torch_cuda(capability: tuple[int, int]) -> None:
     torch.version.cuda = "12.8"
     torch.backends.cuda.is_built = lambda: True
 
-    # torch.load moves storages by a resize and a copy that are compiled into its CUDA build.
+    # torch.load moves storages by a resize and a copy that are compiled into torch's CUDA build.
     move = torch.storage._to
 
     def move_storage(self: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -1,6 +1,6 @@
-"""Attack the program itself (`make torture`), count what came of it, and keep a row and a table.
+"""Attack the program itself (`make torture`), count the verdicts, and keep a row and a table.
 
-All draws follow from the seed; kills alone fall at moments of a clock. The status is 1 if any attempt went wrong.
+All draws follow from the seed, but kills fall at moments of a clock. The status is 1 if any attempt went wrong.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from thresher.cli.process import prepare_process
 
 if __name__ == "__main__":
-    prepare_process()  # before torch is loaded, whose threads would wait busily in every fork
+    prepare_process()  # before torch is loaded, whose threads would busy-wait in every fork
 
 from torture.harness import Campaign, Outcome
 from torture.inputs import holes, inputs, records, sampling, terminal
@@ -34,7 +34,7 @@ ATTACKS: dict[str, Callable[[Campaign], Iterator[Outcome]]] = {attack.__name__: 
 VERSIONS = ("torch", "triton", "faiss-cpu", "safetensors", "tokenizers", "aiohttp")
 VERDICTS = ("right", "refused", "read", "wrong")
 MARKS = ("<!-- torture -->", "<!-- end of torture -->")  # of a page, around the table
-SHOWN = 20  # faults of a kind that a row holds
+SHOWN = 20  # faults per kind that a row holds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begun, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="thresher-torture-"))
     names = dict.fromkeys(options.attack or ATTACKS)
     try:
-        if set(names) != {"holes"}:  # which read no file
+        if set(names) != {"holes"}:  # whose attack reads no file
             make_world(Campaign("world's", folder, run))
         for name in names:
             campaign = Campaign(name, folder, run, options.seed, options.scale)
@@ -102,7 +102,7 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def split_page(page: Path) -> tuple[str, str]:
-    """Return the text before and behind the marks of a page."""
+    """Return the text before and after the marks of a page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     _, end, behind = rest.partition(MARKS[1])
     if not begin or not end:

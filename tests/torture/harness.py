@@ -1,9 +1,9 @@
-"""Commands in forked processes with limits of time and memory, and a verdict on how each ended. One with run.async is
-played by two ranks, as torchrun plays it.
+"""Run commands in forked processes with limits of time and memory, and judge how each ended. A command with run.async
+runs in two ranks, as under torchrun.
 
-    right      status 0, and the result of the unharmed command, to the bit but for times
+    right      status 0, and the result of the unharmed command, bit for bit except for times
     refused    status 2, no traceback, and a last line that says in a sentence what is wrong
-    read       status 0 with another result: only of a file that a person may write anew, while it is well formed
+    read       status 0 with another result: only for a file that a person may rewrite, if it is well formed
     wrong      everything else
 
 A fork has all modules that the parent imported. The parent must not compute: OpenMP's threads do not survive a fork.
@@ -46,12 +46,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 PIPE = 1 << 20  # bytes
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 TRACEBACK = "Traceback (most recent call last)"
-ASYNC = "run.async=true"  # a command with this word is played by so many ranks
+ASYNC = "run.async=true"  # a command with this word runs in RANKS ranks
 RANKS = 2
-PATIENCE = 10.0  # seconds to end: of a rank once another has failed, and of what a process that was killed has begun
+PATIENCE = 10.0  # seconds to end: for a rank after another has failed, and for the children of a killed process
 
-# Keys of records that differ between two sound runs: times, digests of records with times, what speculation did, which
-# begins without a history in a resumed run, and the clock of groups in a checkpoint, whose counts are in their step.
+# Keys of records that differ between two sound runs: times, digests of records with times, counts of speculation, which
+# starts without a history in a resumed run, and the clock of groups in a checkpoint, whose counts are in their step.
 TIMED = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
     | {
@@ -65,16 +65,16 @@ TIMED = frozenset(
     }
     | {"checksum", "digest", "clock"}
 )
-# Files that differ: hashes.json is of states with times, and a resumed run has started twice.
+# Files that differ: hashes.json covers states with times, and a resumed run has started twice.
 NOT_COMPARED = frozenset({"hashes.json", "report.html", "starts.jsonl"})
 UNSTABLE = frozenset({"png", "tmp", "lock"})  # suffixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a fork. memory: address space that it may add, in bytes. file_bytes: the size of any file that it
-    writes, as on a full disk. unprivileged: file modes hold for root too. terminal: it prints on a terminal of
-    its own, whose text is `out` of its end."""
+    """Limits of a fork. memory: address space that it may add, in bytes. file_bytes: the largest size of a file that
+    it writes, as on a full disk. unprivileged: file modes hold for root too. terminal: it prints on its own
+    terminal, whose text is `Ended.out`."""
 
     seconds: float = 120.0
     memory: int = 4 << 30
@@ -88,7 +88,7 @@ DEFAULT = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command ended. status: None where a signal ended it or its time ran out."""
+    """How a command ended. status: None if a signal ended it or its time ran out."""
 
     status: int | None
     signal: int | None
@@ -103,7 +103,7 @@ class Ended:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the way in which it ended, whatever its result; None where nothing is."""
+        """The fault in how it ended, whatever its result; None if there is none."""
         if self.timed_out:
             return f"hangs: killed after {self.seconds:.0f} s"
         if TRACEBACK in self.err:
@@ -127,7 +127,7 @@ class Outcome:
 
 
 def judge(ended: Ended, right: bool, may_be_read: bool = False) -> tuple[Verdict, str]:
-    """Return the verdict on a command and its reason. right: its result is that of the unharmed command."""
+    """Return the verdict on a command and its reason. right: whether its result is that of the unharmed command."""
     if ended.fault:
         return "wrong", ended.fault
     if ended.status == 2:
@@ -138,13 +138,13 @@ def judge(ended: Ended, right: bool, may_be_read: bool = False) -> tuple[Verdict
 
 
 def refused(kind: str, what: str, ended: Ended, *, passes: bool = False) -> Outcome:
-    """Return the outcome of an attempt that must be refused; passes: it may be read too."""
+    """Return the outcome of an attempt that must be refused; passes: whether it may be read too."""
     verdict, reason = judge(ended, right=False, may_be_read=passes)
     return Outcome(kind, verdict, f"{what}: {reason}")
 
 
 class Process:
-    """A forked call, whose result is the exit status. Its streams are pipes, which limits on files leave alone."""
+    """A forked call, whose result is the exit status. Its streams are pipes, to which limits on files do not apply."""
 
     def __init__(self, call: Callable[[], int], limits: Limits) -> None:
         self.limits, self.begun, self.said = limits, time.monotonic(), [b"", b""]  # stdout, stderr
@@ -166,7 +166,7 @@ class Process:
             os.close(write)
 
     def running(self) -> bool:
-        """Read what it has printed; return whether it runs."""
+        """Read its output; return whether it runs."""
         if self._ended is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._read()
@@ -175,7 +175,7 @@ class Process:
         return self._ended is None
 
     def kill(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to the process alone, or to one of the ranks that it has begun, if it still runs."""
+        """Send a signal to the process itself, or to one of the ranks that it has started, if it still runs."""
         if self._ended is None:
             ranks = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             chosen = rank is not None and rank < len(ranks)
@@ -187,7 +187,7 @@ class Process:
             time.sleep(pause)
 
     def wait(self) -> Ended:
-        """Wait for the end, at most for the limit's seconds; kill what the process has started."""
+        """Wait for the end, at most for the limit's seconds; kill the processes that it has started."""
         self.wait_until(lambda: time.monotonic() - self.begun > self.limits.seconds)
         if self._ended is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -196,7 +196,7 @@ class Process:
         return self._ended
 
     def _read(self) -> bool:
-        """Read what it has printed; return whether a process is left that may print more."""
+        """Read its output; return whether a process is left that may print more."""
         left = False
         for number, stream in enumerate(self._streams):
             try:
@@ -228,7 +228,7 @@ class Process:
 
 
 def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int], parent: int) -> NoReturn:
-    """Run `call` in a fork and leave it."""
+    """Run `call` in a fork and exit the fork."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives its parent
@@ -243,12 +243,12 @@ def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int], p
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        # A fork of a fork replaces streams that nothing else holds, and must not close what they write to.
+        # In a fork of a fork nothing else holds the replaced streams, whose descriptors must stay open.
         sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        stack = ExitStack()  # never left: the limits end with the process
+        stack = ExitStack()  # never closed: the limits end with the process
         if limits.unprivileged:
             stack.enter_context(modes_that_hold())
         if limits.file_bytes is not None:
@@ -257,7 +257,7 @@ def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int], p
         status = call()
     except KeyboardInterrupt as error:  # before the command handles it
         status = getattr(error, "status", 130)
-    except UserError as error:  # of a function; a command prints its own
+    except UserError as error:  # raised by a function; a command prints its own
         print(f"thresher: {error}", file=sys.stderr)
         status = 2
     except BaseException:
@@ -271,9 +271,8 @@ def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int], p
 
 
 def play_ranks(call: Callable[[], int]) -> int:
-    """Play a command in RANKS forks, as torchrun does: signals go to each of them, and where one fails, those that do
-    not end by themselves are killed. Return the status of the first that failed, or die of the signal that it died
-    of."""
+    """Run a command in RANKS forks, as torchrun does. Signals go to each of them; if one fails, those that do not end
+    by themselves are killed. Return the status of the first that failed, or die of the signal that it died of."""
     (port,) = free_ports(1)
     ranks = [Process(partial(play_rank, call, number, port), DEFAULT) for number in range(RANKS)]
 
@@ -304,7 +303,7 @@ def play_ranks(call: Callable[[], int]) -> int:
 
 
 def play_rank(call: Callable[[], int], rank: int, port: int) -> int:
-    """Play a command as one of the ranks that torchrun starts on this machine."""
+    """Run a command as one of the ranks that torchrun starts on this machine."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "torture"}
@@ -312,9 +311,12 @@ def play_rank(call: Callable[[], int], rank: int, port: int) -> int:
 
 
 class Campaign:
-    """One attack. run: the command line, from arguments to an exit status. world: what is attacked, restored after each
-    attempt. out: a free path in a folder of its own, for what a command writes. draw: chance of this attack alone.
-    scale: of every number of attempts."""
+    """One attack.
+
+    run: the command line, from arguments to an exit status. world: the folder that is attacked, restored after each
+    attempt. out: a free path in its own folder, for the output of a command. draw: random numbers of this attack alone.
+    scale: the factor of every number of attempts.
+    """
 
     def __init__(self, name: str, folder: Path, run: Command, seed: int = 0, scale: float = 1.0) -> None:
         self.world, self.scratch, self.command, self.scale = folder / "world", folder / name, run, scale
@@ -322,21 +324,21 @@ class Campaign:
         self.out.parent.mkdir(parents=True)
 
     def run(self, words: Sequence[str]) -> int:
-        """Play a command in this process, or in ranks that it begins."""
+        """Run a command in this process, or in ranks that it starts."""
         call = partial(self.command, words)
         return play_ranks(call) if ASYNC in words else call()
 
     def count(self, whole: int, least: int) -> int:
-        """Return how many of `whole` attempts are due."""
+        """Return `whole` times the scale, and at least `least`."""
         return max(least, round(whole * self.scale))
 
     def some(self, cases: Collection[Case], least: int, times: int = 1) -> list[Case]:
-        """Draw as many of the cases as are due; all of them where `times` their number is."""
+        """Draw `times` the number of cases times the scale, at least `least` and at most all of them."""
         cases = list(cases)
         return self.draw.sample(cases, min(len(cases), self.count(times * len(cases), least)))
 
     def each(self, cases: Collection[Case], count: int) -> list[Case]:
-        """Draw `count` of the cases, each as often as any other but for one."""
+        """Draw `count` of the cases; how often two of them are drawn differs by at most one."""
         order = self.draw.sample(list(cases), len(cases))
         chosen = [order[number % len(order)] for number in range(count)]
         self.draw.shuffle(chosen)
@@ -347,22 +349,22 @@ class Campaign:
         return [word.format(at=self.world, out=out or self.out, **more) for word in command.split()]
 
     def words_again(self, text: str) -> list[str]:
-        """Return the words that go on with a command which may have begun before."""
+        """Return the words that start a command, or resume it if it has started before."""
         words = self.words(text)
         begun = self.out.with_suffix(".jsonl").exists() if words[0] == "rollout" else to_be_resumed(words[0], self.out)
         return [*words, *(["--resume"] if begun else [])]
 
     def start(self, what: str | Sequence[str] | Callable[[], int], limits: Limits = DEFAULT) -> Process:
-        """Begin a command, given as text or as words, or a function."""
+        """Start a command, given as text or as words, or a function."""
         words = self.words(what) if isinstance(what, str) else what
-        gc.freeze()  # the fork shares what is there, and its collector must not touch it
+        gc.freeze()  # the fork shares the existing objects, and its garbage collector must not touch them
         return Process(words if callable(words) else partial(self.run, words), limits)
 
     def play(self, what: str | Sequence[str] | Callable[[], int], limits: Limits = DEFAULT) -> Ended:
         return self.start(what, limits).wait()
 
     def must(self, what: str | Sequence[str], limits: Limits = DEFAULT) -> Ended:
-        """Play a command that has to succeed, and import here what it has imported."""
+        """Run a command that must succeed, and import the modules that it has imported here too."""
         words = self.words(what) if isinstance(what, str) else what
 
         def run_and_list() -> int:
@@ -380,7 +382,7 @@ class Campaign:
         return ended
 
     def unharmed(self, words: str, limits: Limits = DEFAULT) -> tuple[Ended, dict[str, str]]:
-        """Play a command that nothing harms; return its end and the content of what it wrote."""
+        """Run a command that nothing harms; return its end and the content of its output."""
         ended = self.must(words, limits)
         found = content(self.out.parent)
         self.clear()
@@ -391,13 +393,13 @@ class Campaign:
         return [path.name for path in self.scratch.rglob("*.tmp")]
 
     def clear(self) -> None:
-        """Remove what a command wrote."""
+        """Remove the output of a command."""
         shutil.rmtree(self.out.parent)
         self.out.parent.mkdir()
 
 
 def content(path: Path, *, pages: bool = False) -> dict[str, str]:
-    """Return a digest of each file, without times; equal where the content is. pages: of HTML pages too."""
+    """Return a digest of each file, without times; equal content gives equal digests. pages: of HTML pages too."""
     if path.is_file():
         return {path.name: digest(path)}
     found = {}

@@ -1,7 +1,7 @@
-"""Attacks by what is read: malformed records, hostile models and files, parameters, control bytes, rewards.
+"""Attacks through inputs: malformed records, hostile models and files, parameters, control bytes, rewards.
 
-What is no record or no model must be refused, in a sentence that names the file, in seconds and in little memory. What
-is merely odd may be refused or read, but never ends in a trace. Models have no hashes here, like those from elsewhere.
+Invalid records and models must be refused with a sentence that names the file, within seconds and with little memory.
+Odd but valid ones may be refused or read, but must not end in a traceback. Models have no hashes here, like downloads.
 """
 
 import io
@@ -42,15 +42,15 @@ from thresher.engine.systems import load_system
 LIMITS = Limits(seconds=60)
 Record = dict[str, Any]
 
-# Malformed records: one among whole ones.
+# Malformed records: one among valid ones.
 
 WRONG_TYPES: tuple[Any, ...] = (None, True, 7, -1.5, [], {}, [7], [None], {"a": 1}, [["x"]])
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """words: of the command that reads {file}, or its {folder}. record: a whole record, with the number 0. needed: keys
-    that must be there, with the types of theirs that are right."""
+    """A kind of record and its reader. words: the command that reads {file}, or its {folder}. record: a valid record,
+    with # for its number. needed: the required keys, with the types that are valid for them."""
 
     words: str
     record: Record
@@ -83,7 +83,7 @@ READERS = {
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A file with one malformed record in the middle. must: it has to be refused."""
+    """A file with one malformed record in the middle. must: whether it must be refused."""
 
     kind: str
     what: str
@@ -116,7 +116,7 @@ def make_malformed(campaign: Campaign, kind: str, number: int) -> Malformed:
 
 
 def read_all(campaign: Campaign, cases: Sequence[Malformed]) -> Iterator[Outcome]:
-    """Read the cases in one fork, for a fork takes longer than they do; where it ends at one, another goes on."""
+    """Read the cases in one fork, because forks take longer than cases; if a case ends it, another goes on."""
     journal = campaign.scratch / "journal.jsonl"
 
     def call() -> int:
@@ -148,7 +148,7 @@ def read_all(campaign: Campaign, cases: Sequence[Malformed]) -> Iterator[Outcome
 
 
 def places(value: Any, of: type = object) -> list[tuple[Any, Any]]:
-    """Return (key, container) of every value of a type inside a record, however deep."""
+    """Return (key, container) of every value of a type inside a record, at any depth."""
     found = []
     for place in value if isinstance(value, dict) else range(len(value)):
         found += [(place, value)] if isinstance(value[place], of) else []
@@ -218,7 +218,7 @@ MORE_KEYS = (
     *("contents", "__class__", "", "title", "text", "questions"),
 )
 
-# Hostile models, and what lies in a file's place.
+# Hostile models, and other things in a file's place.
 
 HOSTILE = Limits(seconds=30, memory=2 << 30)
 NOT_READ = ("run*", "done*", "evaluation", "answers*", "warm", "hnsw*", "ivf*", "bm25*", "hybrid")  # of the world
@@ -259,7 +259,8 @@ PLACED: dict[str, Change] = {
 
 @dataclass(frozen=True, slots=True)
 class HostileInput:
-    """change: of `file` of a copy of the world. words: of the command that reads it. passes: it may be read."""
+    """A hostile file. change: applied to `file` of a copy of the world. words: the command that reads it. passes: it
+    may be read."""
 
     kind: str
     what: str
@@ -318,7 +319,7 @@ def hostile_inputs() -> Iterator[HostileInput]:
         yield HostileInput("weights and rope_theta", f"rope_theta {name}", partial(set_config, rope_theta=value))
     for factor in (1e18, 1e38, math.nan, math.inf):
         for name, words in OF_MODELS.items():
-            what, passes = f"weights x {factor}, {name}", math.isfinite(factor)  # of any size, if float32 has it
+            what, passes = f"weights x {factor}, {name}", math.isfinite(factor)  # of any finite size
             yield HostileInput("weights and rope_theta", what, partial(scale_weights, factor=factor), words, passes)
     for pattern in ("(x+x+)+y", "(x|x|x)*y", "(?:x*)*y", "(x{0,99}){0,99}y"):
         for size in (20_000, 40):
@@ -355,11 +356,11 @@ def inputs(campaign: Campaign) -> Iterator[Outcome]:
         remove(copied.world.parent)
 
 
-# Sampling: stop sets, seeds and parameters at their ends. torch computes in forks, whose results are exit statuses.
+# Sampling: stop sets, seeds and extreme parameters. torch computes in forks, whose results are exit statuses.
 
-REQUESTS = 40  # of a call
-LENGTH = 40  # tokens of a sample
-ENDLESS = 5000  # strings that never come
+REQUESTS = 40  # per call
+LENGTH = 40  # tokens per sample
+ENDLESS = 5000  # stop strings that never occur
 Values = dict[str, Any]
 PARAMETERS: list[Values] = [
     *({"temperature": value} for value in (1e-38, 1e-45, 1e-300, 1e300, math.nan, math.inf, -1.0, "1")),
@@ -406,18 +407,18 @@ def load_generator(at: Path) -> tuple[Any, type]:
 
 
 def generate(at: Path, requests: Sequence[Values]) -> list[Any]:
-    """Return the first sample of each request; what a request leaves out is Anna's."""
+    """Return the first sample of each request; the default is the prompt "Anna" and LENGTH tokens."""
     generator, request = load_generator(at)
     asked = [request(**{"prompt_text": "Anna", "max_new_tokens": LENGTH} | values) for values in requests]
     return [samples[0] for samples in generator.generate(asked)]
 
 
 def stop_sets(at: Path, seed: int) -> int:
-    """Every sample must end where the first of its stop strings does in the text that is drawn without them."""
+    """Check that each sample ends where the first of its stop strings ends in the text sampled without them."""
     draw = Random(seed)
     plain = [{"prompt_text": f"Anna {n}", "seed": draw.randrange(2**31)} for n in range(REQUESTS)]
     texts = [sample.text for sample in generate(at, plain)]
-    longest = draw.choice((8, 130))  # characters of a string that does not come
+    longest = draw.choice((8, 130))  # characters of a string that does not occur
     stops = [draw_stops(text, longest, draw) for text in texts]
     found = generate(at, [{**values, "stop": stop} for values, stop in zip(plain, stops, strict=True)])
     wrong = 0
@@ -430,7 +431,7 @@ def stop_sets(at: Path, seed: int) -> int:
 
 
 def draw_stops(text: str, longest: int, draw: Random) -> tuple[str, ...]:
-    """Draw strings that stand in a text, of characters that one token spells alone, and strings that do not."""
+    """Draw strings that occur in a text, of characters that are single tokens, and strings that do not occur."""
     runs = re.findall("[ -~]{1,4}", text)
     found = draw.sample(runs, min(len(runs), draw.randrange(3)))
     absent = [draw.choice("xyz") * draw.randrange(4, longest) + str(n) for n in range(draw.randrange(1, 4))]
@@ -438,26 +439,26 @@ def draw_stops(text: str, longest: int, draw: Random) -> tuple[str, ...]:
 
 
 def endless(at: Path) -> int:
-    """A sample ends at its limit, in seconds, beside thousands of strings that never come."""
+    """Check that a sample with thousands of stop strings that never occur ends at its limit, within seconds."""
     (sample,) = generate(at, [{"stop": tuple(f"<never-{number}>" * 3 for number in range(ENDLESS))}])
     return 0 if sample.finish in ("length", "eos") else 1
 
 
 def default_seeds(at: Path) -> int:
-    """One prompt, asked forty times in one call without a seed: forty texts, not one."""
+    """Check that one prompt, given forty times in one call without a seed, gives different texts."""
     different = len({sample.text for sample in generate(at, [{}] * REQUESTS)})
     print(f"{different} different texts of {REQUESTS}", file=sys.stderr)
     return 0 if different > REQUESTS // 2 else 1
 
 
 def parameters(at: Path, values: Values) -> int:
-    """Values are refused, or give finite log-probs."""
+    """Check that values are refused, or give finite log-probs."""
     (sample,) = generate(at, [{"max_new_tokens": 4, **values}])
     return 0 if all(math.isfinite(value) for value in sample.logprobs) else 1
 
 
 def seeds_of_eval(campaign: Campaign) -> Outcome:
-    """One question many times over: an answer of seed 1 is not that of the question behind it under seed 0."""
+    """Check, on one repeated question, that an answer of seed 1 is not that of the next question under seed 0."""
     asked = campaign.scratch / "asked.jsonl"
     write_lines(asked, [{"id": f"q{n}", "question": "Where?", "golden_answers": ["x"]} for n in range(16)])
     answers: list[list[Any]] = []
@@ -475,7 +476,7 @@ def seeds_of_eval(campaign: Campaign) -> Outcome:
     return Outcome("seeds", verdict, f"of eval: {max(shared)} of 15 answers are shared by two seeds")
 
 
-# Control bytes: what a model, a file or an argument holds must not act on the terminal that shows it.
+# Control bytes of a model, a file or an argument must not act on the terminal that shows them.
 
 PAYLOADS = {
     "title": "\x1b]0;owned\x07",
@@ -521,7 +522,7 @@ def judge_shown(ended: Ended, payload: str) -> tuple[Verdict, str]:
     return ("refused" if refusal else "right"), f"{payload}: {refusal[-1:]}"
 
 
-# Rewards without merit, ten attempts or more a system.
+# Rewards without merit, ten attempts or more per system.
 
 GIVEN = {
     "passages": [
@@ -535,9 +536,12 @@ GIVEN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hole:
-    """One line of holes.jsonl. systems: that it is tried on. written: a text of the policy's, or (source, text) pairs.
-    earns: the reward, by hand from the equation of the paper's file in rewards/papers; a number or a sum. by: the part
-    of the formula that pays; "" where nothing may be had. more: keys of the record. options: of the system."""
+    """One line of holes.jsonl.
+
+    systems: the systems that it is tried on. written: a text of the policy, or (source, text) pairs. earns: the reward,
+    by hand from the equation of the paper's file in rewards/papers; a number or a sum. by: the part of the formula that
+    pays; "" if nothing is paid. more: further keys of the record. options: options of the system.
+    """
 
     what: str
     systems: list[str]
@@ -558,7 +562,7 @@ def read_holes() -> list[Hole]:
 
 
 def holes(campaign: Campaign) -> Iterator[Outcome]:
-    """Try all of them at any scale: they take milliseconds."""
+    """Try all holes at any scale, because they take milliseconds."""
     for hole in read_holes():
         for system in hole.systems:
             found = reward_of(system, hole)
@@ -581,6 +585,6 @@ def reward_of(system: str, hole: Hole) -> float:
 
 
 def paid(system: str) -> list[str]:
-    """Return what a system's formula pays for without merit, a line of Markdown each, for docs/papers.md."""
+    """Return what a system's formula pays for without merit, one line of Markdown each, for docs/papers.md."""
     found = [hole for hole in read_holes() if hole.by and system in hole.systems]
     return [f"| {hole.what} | {hole.reward:.4g} | {hole.by} |" for hole in found]

@@ -1,8 +1,8 @@
 """Attacks over the network, and endurance: hostile requests to our servers, hostile answers to our clients.
 
-A complete request gets an answer in HTTP, never a 500, within seconds; the connection of what is no request may be
-closed. Sound requests among them get what they got before, while idle and half-sent requests lie about. Then the
-server has printed no trace, and holds no more memory or descriptors.
+A complete request gets an answer in HTTP, never a 500, within seconds; a connection without a valid request may be
+closed. Sound requests among them get the same answer as before, while idle and half-sent requests stay open. In the end
+the server has printed no traceback, and holds no more memory or descriptors.
 """
 
 import json
@@ -25,11 +25,11 @@ from torture.world import EVAL, TRAIN, with_settings
 
 Address = tuple[str, int]
 
-LURKERS = 100  # connections that send nothing, or half a head, all along
+LURKERS = 100  # connections that send nothing, or half a request, and stay open
 FLOOD = 300  # idle connections to the live page
 PATIENCE = 15.0  # seconds for an answer; with other work on the machine a search takes a while
 MAX_BODY = 65_536
-GROWTH = 256 << 20  # bytes of memory that a server may keep behind the attack
+GROWTH = 256 << 20  # bytes of memory that a server may keep after the attack
 SOUND = {"queries": ["Anna Bell", "Otto Pike"], "topk": 2, "return_scores": True}
 ANSWERED = frozenset({200, 400, 404, 405, 408, 411, 413, 414, 415, 417, 426, 431, 501, 503, 505})
 FOREIGN = frozenset({400, 403, 421})
@@ -37,8 +37,8 @@ FOREIGN = frozenset({400, 403, 421})
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """Bytes to send. statuses: of the right answers. whole: it is a request, which must be answered. ends: no other
-    request may follow on its connection. leave: go away without reading."""
+    """Bytes to send. statuses: of valid answers. whole: it is a complete request, which must be answered. ends: no
+    other request may follow on its connection. leave: close the connection without reading."""
 
     data: bytes
     statuses: frozenset[int] = ANSWERED
@@ -62,7 +62,7 @@ class Connection:
             self._socket.sendall(data)
 
     def answer(self) -> tuple[int, bytes] | None:
-        """Return status and body; None where the connection ended without."""
+        """Return status and body; None if the connection ended without an answer."""
         assert self._socket is not None
         try:
             response = HTTPResponse(self._socket)
@@ -72,7 +72,7 @@ class Connection:
             return None
         if response.will_close:
             self.close()
-        # In HTTP/1.0, and in text, the library answers what is no HTTP.
+        # The library answers invalid HTTP in HTTP/1.0 and in plain text.
         return response.status, body if response.version == 11 else b""
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def requests(campaign: Campaign) -> Iterator[Outcome]:
         for _ in range(LURKERS):
             lurkers.enter_context(lurk(address, campaign.draw))
         connection = Connection(address)
-        for _ in range(200):  # what grows once has grown
+        for _ in range(200):  # memory that grows only once has grown
             attack(connection, campaign.draw)
         before = held(server.pid)
         for number in range(campaign.count(100_000, 5 * len(KINDS))):
@@ -135,14 +135,14 @@ def watch(campaign: Campaign) -> Iterator[Outcome]:
     asked = Hostile(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", frozenset({200}), ends=True)
     until = time.monotonic() + PATIENCE
     while (behind := exchange(Connection(address), asked))[0] == "wrong" and time.monotonic() < until:
-        time.sleep(0.1)  # while it notices that the others have gone
+        time.sleep(0.1)  # until it notices that the others have gone
     yield Outcome("the live page: behind it", *behind)
     page.kill(signal.SIGTERM)
     page.wait()
 
 
 def address_of(server: Process) -> Address:
-    """Wait until a server listens; return where."""
+    """Wait until a server listens; return its address."""
     until = time.monotonic() + 60
     printed = re.compile(rb"http://(?:127\.0\.0\.1|localhost):([0-9]+)")
     server.wait_until(lambda: bool(printed.search(b"".join(server.said))) or time.monotonic() > until)
@@ -153,7 +153,7 @@ def address_of(server: Process) -> Address:
 
 
 def ask(address: Address) -> tuple[int, bytes] | None:
-    """Return the answer to a sound request on a connection of its own."""
+    """Return the answer to a sound request on its own connection."""
     connection = Connection(address)
     connection.send(post(json.dumps(SOUND)))
     answer = connection.answer()
@@ -162,7 +162,7 @@ def ask(address: Address) -> tuple[int, bytes] | None:
 
 
 def ask_soundly(address: Address, expected: tuple[int, bytes] | None) -> Outcome:
-    """Send a sound request, again while the server asks for that."""
+    """Send a sound request, and repeat it while the server answers 503."""
     until = time.monotonic() + PATIENCE
     try:
         while (answer := ask(address)) is not None and answer[0] == 503 and time.monotonic() < until:
@@ -178,7 +178,7 @@ def attack(connection: Connection, draw: Random) -> Outcome:
 
 
 def exchange(connection: Connection, hostile: Hostile) -> tuple[Verdict, str]:
-    """Send one hostile request, and judge what came back."""
+    """Send one hostile request, and judge the answer."""
     said = f"{hostile.data[:200]!r}: "
     try:
         connection.send(hostile.data)
@@ -214,7 +214,7 @@ def held(pid: int) -> tuple[int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd"))
 
 
-# What is sent.
+# Requests.
 
 
 def post(body: bytes | str, path: str = "/retrieve", length: int | None = None, more: bytes = b"") -> bytes:
@@ -281,7 +281,7 @@ HEADERS = (
 def make_hostile(kind: str, draw: Random) -> Hostile:
     sound = post(json.dumps(SOUND))
     match kind:
-        case "foreign hosts":  # a name that is not this machine's, none, or two: as a page in a browser may make them
+        case "foreign hosts":  # a name that is not this machine's, none, or two, as a page in a browser may cause
             host, chance = draw.choice(HOSTS), draw.random()
             if chance < 0.3:
                 return Hostile(post(json.dumps(SOUND), more=b"Host: " + host + b"\r\n"), FOREIGN, ends=True)
@@ -310,7 +310,7 @@ def make_hostile(kind: str, draw: Random) -> Hostile:
                 f"{draw.choice(METHODS)} {draw.choice(PATHS)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
             )
             return Hostile(line.encode(), ends=True)
-        case "no HTTP":  # the server may wait for the rest of what may be a head
+        case "no HTTP":  # the server may wait for the rest of a possible head
             hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(50) + b"\r\n\r\n"
             data = draw.choice((*NO_HTTP, hello, draw.randbytes(200) + b"\r\n\r\n"))
             return Hostile(data, whole=False, ends=True)
@@ -322,17 +322,17 @@ def make_hostile(kind: str, draw: Random) -> Hostile:
             return Hostile(draw.choice((data, chunks)), frozenset({413}), ends=True)
         case "clients that leave":
             return Hostile(sound[: draw.randrange(1, len(sound) + 1)], leave=True)
-        case "several in one packet":  # what is no HTTP may have all of its packet refused
+        case "several in one packet":  # invalid HTTP may have its whole packet refused
             behind = draw.choice([b"GET", b"\x00\x00", post('{"queries": 7}'), sound[:30]])
             return Hostile(sound + behind, frozenset({200, 400} if b"\x00" in behind else {200}), ends=True)
         case _:  # headers
             return Hostile(post(json.dumps(SOUND), more=draw.choice(HEADERS)), whole=False, ends=True)
 
 
-# Hostile servers, in a fork: each answers every request in one way, for as long as somebody reads. The command that
-# asks must end in a sentence, within its own limits of time and within 2 GiB.
+# Hostile servers, in a fork: each answers every request in one way, for as long as the client reads. The client's
+# command must end in a sentence, within its own limits of time and within 2 GiB.
 
-SECONDS = 120.0  # that a server lives
+SECONDS = 120.0  # lifetime of a server
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 SHORT = ("retrieval.patience=1", "retrieval.timeout=3", "judge.retry_seconds=1", "judge.timeout=3")
 ASKED = {
@@ -345,7 +345,7 @@ def whole(body: bytes) -> bytes:
     return HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
-# What is sent first, what is sent again and again behind it, and the seconds between two pieces.
+# The first bytes, the bytes that are repeated after them, and the seconds between two pieces.
 ANSWERS: dict[str, tuple[bytes, bytes, float]] = {
     "an endless body": (HEAD + b"\r\n{", b" " * 65536, 0.0),
     "endless chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n", 0.0),
@@ -393,9 +393,9 @@ def try_answer(campaign: Campaign, kind: str, words: str, answer: str, limits: L
     return refused(kind, answer, ended)
 
 
-# Endurance: a run of small steps, which evaluates, saves and prunes all along, with flat memory and descriptors.
+# Endurance: a long run of small steps, which evaluates, saves and prunes, with flat memory and descriptors.
 
-RISE = 16 << 20  # bytes that a line through the memory may rise; in ten minutes a leak of a few kB a step shows
+RISE = 16 << 20  # bytes that a line fitted to the memory may rise; in ten minutes a leak of a few kB per step shows
 Look = tuple[float, int, int]  # seconds since the beginning, resident bytes, open descriptors
 
 
@@ -419,7 +419,7 @@ def endurance(campaign: Campaign) -> Iterator[Outcome]:
 
 
 def judge_memory(looks: Sequence[Look]) -> Outcome:
-    """Fit resident memory by a line behind the first third, in which caches fill."""
+    """Judge the rise of a line fitted to resident memory after the first third, in which caches fill."""
     late = looks[len(looks) // 3 :]
     if len(late) < 3:
         return Outcome("memory", "wrong", "the run was over before there was anything to see")
@@ -430,8 +430,8 @@ def judge_memory(looks: Sequence[Look]) -> Outcome:
 
 
 def judge_descriptors(looks: Sequence[Look]) -> Outcome:
-    """Most looks of the last third must see no more open descriptors than any look before: a file that is open for a
-    moment may meet another such file for the first time in the last third, and a leak stays."""
+    """Judge the descriptors: the median of the last third must not exceed the maximum before it. Two files that are
+    open for a moment may overlap for the first time in the last third, but a leak stays."""
     counts = [look[2] for look in looks]
     end = 2 * len(counts) // 3
     before, after = max(counts[:end], default=0), median_high(counts[end:] or [0])

@@ -1,7 +1,7 @@
-"""Attacks on what lies on disk: kills, damaged files, changed records, full disks, two writers, deleted files.
+"""Attacks on files: kills, damaged files, changed records, full disks, two writers, deleted files.
 
-A signal is sent at a moment drawn over the time of the unbroken command. A third of the killed commands are killed
-again while they go on; then they must come to the unbroken command's result. Of several ranks all get it, or one.
+A signal is sent at a random moment within the time of the unbroken command, to one rank or to all. A third of the
+killed commands are killed again while they resume. In the end they must reach the result of the unbroken command.
 """
 
 import json
@@ -66,7 +66,7 @@ KILLED = {
     "index build, HNSW": build_words("hnsw", BIG),
     "index build, BM25": build_words("bm25", BIG),
 }
-SELDOM = "train, one step of asynchrony"  # two ranks, and ten seconds an attempt
+SELDOM = "train, one step of asynchrony"  # two ranks, and ten seconds per attempt
 
 
 def kills(campaign: Campaign) -> Iterator[Outcome]:
@@ -86,7 +86,7 @@ def kills(campaign: Campaign) -> Iterator[Outcome]:
 
 
 def kill_and_resume(campaign: Campaign, words: str, seconds: float, expected: Mapping[str, str]) -> tuple[Verdict, str]:
-    """Kill a command that takes `seconds`, begin it again, and compare what it comes to."""
+    """Kill a command that takes `seconds`, start it again, and compare its result with `expected`."""
     said: list[str] = []
 
     def strike() -> tuple[Ended, str | None]:
@@ -114,7 +114,7 @@ def kill_and_resume(campaign: Campaign, words: str, seconds: float, expected: Ma
         return "wrong", "no kill came before the end in 50 attempts"
     if fault is None and campaign.draw.random() < 1 / 3:
         ended, fault = strike()
-        if ended.status == 2:  # it had come to its end
+        if ended.status == 2:  # it had finished
             fault = None
     if fault is None:
         ended = campaign.play(campaign.words_again(words))
@@ -125,15 +125,17 @@ def kill_and_resume(campaign: Campaign, words: str, seconds: float, expected: Ma
     return ("wrong", f"{', '.join(said)}: {fault}") if fault else ("right", "")
 
 
-# Damaged files: a disk, a copy or an editor has changed them. Half of the mutants keep the time of the whole file.
+# Damaged files, as changed by a disk, a copy or an editor. Half of them keep the time of the intact file.
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A command, and the files of the world that are damaged before it. result: what it writes, in the world; None:
-    the free path. open: a person may write the file anew, so a mutant that is well formed may be read. pages: its pages
-    are compared too. spoken: its result is what it prints. unverified: behind which damages `--unverified` must read
-    what was refused."""
+    """A command, and the files of the world that are damaged before it runs.
+
+    result: its output, in the world; None: the free path. open: a person may rewrite the file, so a well-formed damaged
+    file may be read. pages: its HTML pages are compared too. spoken: its result is its stdout. unverified: the
+    damages after which `--unverified` must read what was refused.
+    """
 
     words: str
     files: tuple[str, ...]
@@ -152,9 +154,12 @@ RECORD_DAMAGES = ("a line lost", "a line doubled", "a number changed")
 
 
 def damage(root: Path, path: Path, name: str, draw: Random) -> str:
-    """Damage a file of the world; return how, to repeat it. "replaced": by the file of the same name of another run,
-    index or corpus of the same shape, or with two parts swapped where there is none. In a file without lines or numbers
-    a character is changed: a digit or a letter to another, so that text keeps its form."""
+    """Damage a file of the world; return a description of the damage.
+
+    "replaced" puts the file of the same name of another run, index or corpus of the same shape in its place, or swaps
+    two parts if there is none. In a file without lines or numbers, damage to these changes a character instead: a digit
+    or a letter becomes another, so that text keeps its form.
+    """
     if name == "gone":
         path.unlink()
         return ""
@@ -250,7 +255,7 @@ TARGETS = {
     "recipe, prompt, system file": Target(FEW, ("recipe.toml", "prompt.txt", "letters.py"), open=True),
 }
 
-# Stored records: kind -> its file, and who reads it.
+# Stored records: kind -> its file, and its readers.
 STEP = "trajectories/step_000002"
 STORED = {
     "metrics": ("done/metrics.jsonl", ("report", "report of two", "watch")),
@@ -271,7 +276,7 @@ READERS = {
     "score of a run's": score_words(f"done/{STEP}.jsonl", "{at}/letters.py"),
 }
 STORED_TARGETS = {
-    # A resume reads the metrics alone, and has --resume-from in the place of --unverified.
+    # A resume reads the metrics only, and has --resume-from instead of --unverified.
     "metrics, train --resume": Target(RESUME.replace("/run", "/done"), ("done/metrics.jsonl",), "done")
 } | {
     f"{kind}, {reader}": Target(
@@ -298,12 +303,12 @@ def stored(campaign: Campaign) -> Iterator[Outcome]:
 def damage_all(
     campaign: Campaign, targets: Mapping[str, Target], damages: Collection[str], count: int
 ) -> Iterator[Outcome]:
-    """Damage so many files, each kind of target as often as any other but for one."""
+    """Damage `count` files, spread evenly over the kinds of target."""
     pristine = campaign.scratch / "pristine"
     shutil.copytree(campaign.world, pristine)
 
     def unharmed() -> dict[str, dict[str, str]]:
-        """Return what every command comes to where nothing is damaged."""
+        """Return the result of every chosen command without damage."""
         found: dict[tuple[str, bool], dict[str, str]] = {}
         for target in map(targets.__getitem__, dict.fromkeys(chosen)):
             if (key := (target.words, target.pages)) not in found:
@@ -326,7 +331,7 @@ def damage_all(
 def try_damage(
     campaign: Campaign, pristine: Path, target: Target, path: Path, name: str, expected: dict[str, str]
 ) -> tuple[Verdict, str]:
-    """Damage one file, play the command that reads it, and make the world whole again; return the verdict."""
+    """Damage one file, run the command that reads it, and restore the world; return the verdict."""
     file, before = path.relative_to(campaign.world), path.stat()
     how = damage(campaign.world, path, name, campaign.draw)
     if path.exists() and campaign.draw.random() < 0.5:
@@ -361,7 +366,7 @@ def result_of(campaign: Campaign, target: Target, ended: Ended) -> dict[str, str
 
 
 def is_well_formed(path: Path) -> bool:
-    """Return whether a text is one of its format, by Python's own readers."""
+    """Return whether Python's own readers accept the file as its format."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if path.suffix == ".toml":
@@ -376,7 +381,7 @@ def is_well_formed(path: Path) -> bool:
 
 
 def restore(root: Path, pristine: Path, *names: str) -> None:
-    """Put back what lies at the top of the world and holds one of `names`, with what begins with its stem."""
+    """Restore the entries at the top of the world that hold `names`, and all entries with the same stems."""
     for stem in {name.split("/")[0].split(".")[0] for name in names if name}:
         for pattern in (stem, f"{stem}.*", f".{stem}*"):
             for path in list(root.glob(pattern)):
@@ -385,9 +390,9 @@ def restore(root: Path, pristine: Path, *names: str) -> None:
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, root / path.name)
 
 
-# Disks: no file may grow beyond so many bytes; the folder allows no writing; a file lies where the folder should.
+# Disks: a limit on the size of files; a folder without write permission; a file in the place of a folder.
 
-SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside a byte less than each file and drawn ones
+SIZES = (0, 40, 3000)  # bytes that every command gets at full scale, next to a byte less than each file and random ones
 WRITERS = {
     "init": "init --config {at}/config.json --tokenizer {at}/model --out {out}",
     "train": with_settings(TRAIN, "run.steps=2"),
@@ -424,7 +429,7 @@ def disks(campaign: Campaign) -> Iterator[Outcome]:
 
 
 def try_disk(campaign: Campaign, words: str, size: int, expected: dict[str, str]) -> tuple[Verdict, str]:
-    """Play a command where files have at most `size` bytes, and again with room; return the verdict."""
+    """Run a command with files of at most `size` bytes, and again without the limit; return the verdict."""
     ended = campaign.play(words, replace(LIMITS, file_bytes=size))
     fault, verdict = ended.fault, judge(ended, right=True)[0]
     if ended.status == 2 and not re.search(r"thresher: .*/[^ ]+: ", ended.last_line):
@@ -441,7 +446,7 @@ def try_disk(campaign: Campaign, words: str, size: int, expected: dict[str, str]
 
 
 def try_place(campaign: Campaign, words: str, what: str) -> tuple[Verdict, str]:
-    """Play a command in a folder that allows no writing, or where a file lies in its place; it must be refused."""
+    """Run a command in a read-only folder, or with a file in the folder's place; it must be refused."""
     place = campaign.scratch / "place"
     if what == "a read-only folder":
         place.mkdir(mode=0o555)
@@ -455,7 +460,7 @@ def try_place(campaign: Campaign, words: str, what: str) -> tuple[Verdict, str]:
     return "refused" if right else "wrong", f"{what}: {ended.fault or ended.last_line}"
 
 
-# Mishaps: a system's file that ends the process, files that are deleted during a run, two processes with one place.
+# Mishaps: a system's file that ends the process, files that are deleted during a run, two processes with one output.
 
 REWARDS = {
     "exits with 0": "raise SystemExit(0)",
@@ -485,7 +490,7 @@ def mishaps(campaign: Campaign) -> Iterator[Outcome]:
 
 
 def try_deletion(campaign: Campaign, name: str) -> Outcome:
-    """Delete what a run has written while it goes on: it is refused, or has all of it at its end."""
+    """Delete output of a run while it goes on; the run must be refused, or have all its output at its end."""
     started = campaign.start(with_settings(TRAIN, "run.steps=12", "run.save_every=2"), LIMITS)
     metrics = campaign.out / "metrics.jsonl"
     started.wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)
@@ -497,7 +502,7 @@ def try_deletion(campaign: Campaign, name: str) -> Outcome:
 
 
 def two_at_once(campaign: Campaign, words: str) -> tuple[Verdict, str]:
-    """Play a command twice at the same time: one comes to the result, the other is refused or comes to it too."""
+    """Run a command twice at the same time: one must reach the result, the other must reach it too or be refused."""
     _, expected = campaign.unharmed(words, LIMITS)
     both = [campaign.start(words, LIMITS) for _ in range(2)]
     ends = [one.wait() for one in both]

@@ -1,4 +1,4 @@
-"""Each attack reports a command, server or reward that is broken on purpose; and a slice of the whole campaign."""
+"""Test that each attack reports a command, server or reward that is broken on purpose, and run part of the campaign."""
 
 import fcntl
 import json
@@ -116,14 +116,14 @@ def test_damage_that_nobody_looks_for_is_reported(tmp_path: Path, damage: str) -
         target = Target(f"{{at}}/index {{out}}{flags}", ("index/data",))
         _, expected = campaign.unharmed(target.words)
         found = storage.try_damage(campaign, pristine, target, path, damage, expected)
-        # A sum does not see parts that are swapped.
+        # A sum does not detect swapped parts.
         assert found[0] in verdicts and (found[0] != "right" or damage == "parts swapped"), found
         assert path.read_bytes() == (pristine / "index/data").read_bytes()
 
 
 @pytest.mark.slow
 def test_a_changed_record_that_is_used_is_reported(tmp_path: Path) -> None:
-    """By a reader that asks no digest; by one that does, but refuses with --unverified too."""
+    """One reader checks no digest; another checks it, but refuses with --unverified too."""
     line = b'{"id": 1, "em": 0.0}\n'
 
     def mean(words: Sequence[str]) -> int:
@@ -145,9 +145,9 @@ def test_a_changed_record_that_is_used_is_reported(tmp_path: Path) -> None:
 
 
 def count(words: Sequence[str]) -> int:
-    """Write 30 lines, one after the other, and go on where it stopped: OUT HOW. Broken ones repeat a line or raise."""
+    """Write 30 lines one by one, resuming where it stopped: OUT HOW. Broken ones repeat a line or raise."""
     out, how = Path(words[0]), words[1]
-    if os.environ.get("RANK", "0") != "0":  # it writes nothing
+    if os.environ.get("RANK", "0") != "0":  # the other ranks write nothing
         return 0
     done = out.read_text().splitlines() if out.exists() else []
     if how == "repeats" and done:
@@ -173,7 +173,7 @@ def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, ve
 
 
 def wait_for_a_signal(words: Sequence[str]) -> int:
-    """Write whether SIGINT comes to this rank: FOLDER. One that gets nothing would wait for long."""
+    """Write whether this rank receives SIGINT: FOLDER. A rank without a signal waits for 60 s."""
     note = Path(words[0]) / os.environ["RANK"]
 
     def leave(number: int, frame: object) -> None:
@@ -213,7 +213,7 @@ def test_a_signal_comes_to_one_rank_or_to_all_and_none_is_left(
 
 
 def write(words: Sequence[str]) -> int:
-    """Write a file, with or without knowledge of full disks: OUT HOW."""
+    """Write a file, with or without handling of full disks: OUT HOW."""
     out, how = Path(words[0]), words[1]
     try:
         if how == "sound":
@@ -295,7 +295,7 @@ def test_control_bytes_on_a_terminal_are_reported(tmp_path: Path, how: str, verd
 
 
 def test_stop_strings_that_are_missed_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator that stops, and one that does not know of the first stop string of a request."""
+    """One generator stops; the other ignores the first stop string of a request."""
     text = "the house of Anna Bell and of Carl Dorn"
 
     class Request(SimpleNamespace):
@@ -322,7 +322,7 @@ def test_every_system_pays_what_its_formula_does_and_the_page_lists_what_is_paid
     found = list(inputs.holes(campaign_of(misbehave, tmp_path)))
     assert [one for one in found if one.verdict != "right"] == []
     page = (ROOT / "docs" / "papers.md").read_text()
-    known = load_system("search_r1", {}).reward  # of systems that differ in the update alone, too
+    known = load_system("search_r1", {}).reward  # also of systems that differ only in the update
     others = {name for name in NAMES if name != "search_r1" and load_system(name, {}).reward is known}
     for system in sorted({*NAMES} - {"reading"} - others):  # `reading`: without tags there is no form to abuse
         tried = [hole for hole in inputs.read_holes() if system in hole.systems]
@@ -333,7 +333,7 @@ def test_every_system_pays_what_its_formula_does_and_the_page_lists_what_is_paid
 
 
 def serve_once(data: bytes | None) -> tuple[str, int]:
-    """Return the address of a server that says this, whatever is asked, and goes; None: nothing, for long."""
+    """Return the address of a server that answers any request with `data` and ends; None: sends nothing for 0.5 s."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -358,7 +358,7 @@ def reply(status: int, body: bytes = b"{}", length: int = 2) -> bytes:
     ("data", "verdict"),
     [
         (reply(400), "refused"),
-        (reply(200), "wrong"),  # what is no JSON was taken
+        (reply(200), "wrong"),  # invalid JSON was accepted
         (reply(500), "wrong"),
         (reply(400, b"Traceback", 9), "wrong"),
         (reply(400, length=99), "wrong"),
@@ -406,7 +406,7 @@ def test_leaks_are_reported() -> None:
     assert [servers.judge_descriptors(looks).verdict for looks in (flat, leaking)] == ["right", "wrong"]
 
 
-# The whole.
+# The campaign.
 
 
 def faults_of(row: dict[str, Any]) -> list[Any]:

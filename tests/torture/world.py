@@ -1,6 +1,6 @@
 """The world that is attacked: a small model, its data, an index of each kind, runs finished and unfinished.
 
-model/ model2/                      random weights; the second another's, of the same shape
+model/ model2/                      random weights, of the same shape but different
 corpus.jsonl questions.jsonl ..     data, and its second version
 flat/ hnsw/ ivf/ bm25/ hybrid/      indexes; flat2/ .. of the other corpus
 run/ run2/ partial/ evaluation/ evidence.jsonl     killed before their end
@@ -15,7 +15,7 @@ from typing import Any
 
 from torture.harness import ASYNC, Campaign
 
-FIXTURES = Path(__file__).with_name("fixtures")  # a config, a recipe, a prompt, and a system of one's own
+FIXTURES = Path(__file__).with_name("fixtures")  # a config, a recipe, a prompt, and a custom system
 FIRST = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia", "Otto")
 LAST = ("Bell", "Dorn", "Frost", "Hart", "Jones", "Lund", "Noor", "Pike")
 INDEXES = {
@@ -25,9 +25,9 @@ INDEXES = {
     "bm25": "--encoder bm25",
 }
 
-# Commands, as Campaign.words reads them.
+# Commands in the form that Campaign.words reads.
 TRAIN = "train {at}/recipe.toml --out {out}"
-# Ways of `train` to take a step, as settings.
+# Modes of a step of `train`, as settings.
 MODES = {
     "": (),
     "two updates a step": ("rollout.questions_per_step=4", "grpo.updates_per_batch=2"),
@@ -65,7 +65,7 @@ def with_settings(words: str, *settings: str) -> str:
 
 
 def make_world(campaign: Campaign) -> None:
-    """Make the world by the commands themselves."""
+    """Make the world with the program's own commands."""
     at = campaign.world
     shutil.copytree(FIXTURES, at)
     _write_data(at)
@@ -93,7 +93,7 @@ def make_world(campaign: Campaign) -> None:
     partial = train_words("partial rollouts")
     _kill_when(campaign, partial, "partial", lambda: (at / "partial/checkpoints/step_000002").is_dir())
     _kill_when(campaign, EXTRACT, "evidence", lambda: _lines_of(at / "evidence.jsonl") >= 4)
-    # So small an evaluation is written in one part, and killed between that and its end.
+    # Such a small evaluation is written in one part, so the kill falls between that and its end.
     _kill_when(campaign, EVAL, "evaluation", lambda: _lines_of(at / "evaluation" / "generated.jsonl") >= 4, pause=0.0)
     if not (at / "evaluation" / "generated.jsonl").exists():
         raise RuntimeError("the evaluation was over before it could be stopped")

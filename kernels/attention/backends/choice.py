@@ -1,18 +1,18 @@
-"""Choice of the library that computes attention. It is chosen and tried once, when a run is put together.
+"""Choice of the library that computes attention. It is chosen and tried once, when a run is set up.
 
     choice      training: whole sequences, with gradients        rollout: prompts and new tokens, against a cache
     auto        the first that serves of varlen_attn,            Triton's kernels where they serve, else torch
                 flash-attn, xformers and fused SDPA
     torch       varlen_attn, else SDPA, its math kernel too      paged_cpu.py's products
-    triton      refused: its kernels do not train                Triton's kernels
-    flash       FlashAttention-3, else 2                         the same for fresh prompts, Triton for what follows
-    xformers    xformers                                         the same for fresh prompts, Triton for what follows
+    triton      refused: its kernels have no backward            Triton's kernels
+    flash       FlashAttention-3, else 2                         the same for fresh prompts, Triton for later tokens
+    xformers    xformers                                         the same for fresh prompts, Triton for later tokens
 
-On a CPU all this is torch: `varlen_attention` in training, paged_cpu.py in a rollout; another choice is refused.
+On a CPU both are torch: `varlen_attention` in training, paged_cpu.py in a rollout; another choice is refused.
 
-A dtype or head size that a library's documents rule out is refused with a message. Everything else is tried: two short
-sequences whose attention is known, with a backward where one will be needed. So a library built for another GPU or
-another torch is found out before anything is computed or written, and "auto" goes on to the next.
+A dtype or head size that a library does not support by its documentation is refused with a message. Everything else is
+tried on two short sequences whose attention is known, with a backward if one will be needed. A library built for
+another GPU or another torch is therefore detected before anything is computed or written, and "auto" tries the next.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
@@ -40,15 +40,15 @@ from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_
 
 Choice = Literal["auto", "torch", "triton", "flash", "xformers"]
 Purpose = Literal["training", "rollout"]
-# "torch" is the CPU's in training, and paged_cpu.py's in rollouts; "sdpa" is SDPA's fused kernels, "math" its last one.
+# "torch" is `varlen_attention` in training, paged_cpu.py in rollouts; "sdpa" is SDPA's fused kernels, "math" its last.
 Backend = Literal["torch", "varlen", "sdpa", "math", "flash2", "flash3", "xformers", "triton"]
 
 LOW = (torch.bfloat16, torch.float16)
-ALIGNED = 16  # bytes that a head's row is a multiple of, in flash-attn and in CUTLASS's kernels
+ALIGNED = 16  # a head's row has a multiple of this many bytes, in flash-attn and in CUTLASS's kernels
 TRITON_DTYPES = (*LOW, torch.float32)
-TRITON_HEADS = (16, 32, 64, 128, 256)  # a tile's width is a power of two, and tl.dot wants 16
+TRITON_HEADS = (16, 32, 64, 128, 256)  # a tile's width is a power of two, and tl.dot needs at least 16
 
-# In the order of preference. SDPA pads, and stands last.
+# In order of preference. SDPA is last because it pads.
 SERVING: dict[str, tuple[Backend, ...]] = {
     "auto": ("varlen", "flash3", "flash2", "xformers", "sdpa"),
     "torch": ("varlen", "sdpa", "math"),
@@ -59,8 +59,7 @@ SERVING: dict[str, tuple[Backend, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Properties of a backend that are known before it is tried. largest: the largest head size, where there is a
-    bound."""
+    """Properties of a backend that are known before it is tried. largest: the largest head size, None for no bound."""
 
     load: Callable[[], TrainingAttention]
     dtypes: tuple[torch.dtype, ...] = (*LOW, torch.float32)
@@ -80,16 +79,18 @@ LIBRARIES: dict[Backend, Library] = {
 
 
 def load_attention(backend: Backend) -> TrainingAttention:
-    """The function of a backend that `resolve_attention` chose: whole packed sequences, with or without gradients.
-    ValueError for "triton", which has none."""
+    """Load the function of a backend that `resolve_attention` chose.
+
+    It takes whole packed sequences, with or without gradients. ValueError for "triton", which has none."""
     if backend not in LIBRARIES:
         raise ValueError(f'attention is "{backend}"; expected one of {", ".join(LIBRARIES)}')
     return LIBRARIES[backend].load()
 
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, purpose: Purpose) -> Backend:
-    """The backend for a choice. ValueError, one sentence that begins with "attention is", where it does not serve;
-    whoever has a key in front of it ("optim.") puts that there."""
+    """Return the backend for a choice. ValueError if it does not serve.
+
+    The message is one sentence that begins with "attention is"; the caller may prefix a key ("optim.")."""
     if name not in get_args(Choice):
         known = " or ".join(f'"{choice}"' for choice in get_args(Choice))
         raise ValueError(f"attention is {name!r}; expected {known}")
@@ -144,7 +145,7 @@ def _named(*dtypes: torch.dtype) -> str:
 
 
 def _telling(reasons: Sequence[str]) -> str:
-    """Of one reason a candidate, that of the last one that is installed; of the last where none is."""
+    """Return the reason of the last candidate that is installed, or of the last candidate if none is."""
     installed = [reason for reason in reasons if "not installed" not in reason]
     return (installed or list(reasons))[-1]
 
@@ -152,7 +153,7 @@ def _telling(reasons: Sequence[str]) -> str:
 def _first_serving(
     candidates: Sequence[Backend], device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool
 ) -> tuple[Backend | None, list[str]]:
-    """The first candidate that serves, and why those before it do not."""
+    """Return the first candidate that serves, and why those before it do not."""
     reasons: list[str] = []
     for backend in candidates:
         reason = _reason(backend, device, dtype, head_dim, gradients)
@@ -163,7 +164,7 @@ def _first_serving(
 
 
 def _reason(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool) -> str | None:
-    """Why a backend does not serve, to follow the word "which"; None where it does."""
+    """Return why a backend does not serve, as text that follows the word "which"; None if it does."""
     library = LIBRARIES[backend]
     if device.type != "cuda":
         where = f"needs CUDA (the model is on {device.type})"
@@ -191,9 +192,10 @@ def _reason(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim
 def try_attention(
     attend: TrainingAttention, device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool
 ) -> None:
-    """Two short sequences, two query heads to a key head, whose attention is known: where all scores are equal, a row
-    is the mean of the values up to it, and of values 0, 1, 2 .. that is half its position. Unserved where it comes out
-    otherwise; what the library raises, it raises."""
+    """Try a library on two short sequences with two query heads per key head, whose attention is known.
+
+    With equal scores a row is the mean of the values up to it; for values 0, 1, 2 .. that is half its position.
+    Unserved if the result differs; exceptions of the library are not caught."""
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
         layout = Varlen([17, 3], device)
         v_TKD = layout.positions_T[:, None, None].expand(-1, 1, head_dim).to(dtype)
@@ -209,7 +211,7 @@ def try_attention(
 
 
 def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why Triton's kernels of a rollout do not serve, to follow the word "which"; None where they do."""
+    """Return why Triton's rollout kernels do not serve, as text that follows the word "which"; None if they do."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs CUDA (the model is on {device.type})"
     if find_spec("triton") is None:

@@ -1,9 +1,9 @@
 """Libraries that compute attention over whole packed sequences on CUDA, each loaded as a `TrainingAttention`.
 
     flash-attn      version 2 (package flash-attn) and 3 (flash_attn_interface, built for Hopper); their backward adds
-                    in no fixed order, so that two runs agree in mathematics, not in bits
+                    in no fixed order, so the bits of two runs differ
     varlen_attn     FlashAttention that comes with torch 2.11 and later; key/value heads are shared from 2.12 on
-    SDPA            pads to the longest sequence; its math kernel, which holds all scores, runs only where asked for
+    SDPA            pads to the longest sequence; its math kernel, which holds all scores, runs only on request
     xformers        float32 too; with gradients the key/value heads are repeated
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
@@ -29,12 +29,13 @@ MATH = (SDPBackend.MATH,)
 
 
 class Unserved(Exception):
-    """A library cannot be had, or does not serve. Its text follows the word "which"."""
+    """A library is missing, or does not serve. Its text follows the word "which"."""
 
 
 def load_part(library: str, get: str, module: str, name: str) -> Any:
-    """`name` of a module of `library`. Unserved, saying how to `get` it, where it is not installed; Unserved with the
-    reason where it is and does not load."""
+    """Load `name` of a module of `library`.
+
+    Unserved, with `get` as the way to install it, if it is missing; Unserved with the reason if it does not load."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -45,14 +46,15 @@ def load_part(library: str, get: str, module: str, name: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, cut to what a sentence can hold; its class where it has none."""
+    """Return the first line of an exception's text, cut to 200 characters; its class if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".")[:200] if lines else type(error).__name__
 
 
 def repeat_heads(x_TKD: Tensor, heads: int) -> Tensor:
-    """Keys or values [T, K, D] as each of N query heads sees them, [T, N, D]: head n's lie at n // (N / K). Its
-    backward is a sum over the group, without atomic additions."""
+    """Repeat keys or values [T, K, D] for each of N query heads, [T, N, D]: head n has those of n // (N / K).
+
+    Its backward is a sum over the group, without atomic additions."""
     count, kv_heads, dim = x_TKD.shape
     if heads == kv_heads:
         return x_TKD
@@ -60,12 +62,12 @@ def repeat_heads(x_TKD: Tensor, heads: int) -> Tensor:
 
 
 def load_flash2() -> TrainingAttention:
-    """FlashAttention-2; Unserved without it."""
+    """Load FlashAttention-2; Unserved without it."""
     return _adapter(load_part("the package flash-attn", GET_FLASH2, "flash_attn", "flash_attn_varlen_func"))
 
 
 def load_flash3() -> TrainingAttention:
-    """FlashAttention-3; Unserved without it."""
+    """Load FlashAttention-3; Unserved without it."""
     return _adapter(load_part("FlashAttention-3", GET_FLASH3, "flash_attn_interface", "flash_attn_varlen_func"))
 
 
@@ -88,7 +90,7 @@ def _adapter(flash_attn_varlen_func: Any) -> TrainingAttention:
 
 
 def load_sdpa(kernels: Sequence[SDPBackend] = FUSED) -> TrainingAttention:
-    """Padded SDPA by one of these kernels; RuntimeError at a call that none of them serves."""
+    """Return padded SDPA by one of these kernels; a call that none of them serves raises RuntimeError."""
     allowed = list(kernels)
 
     def sdpa_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
@@ -100,7 +102,7 @@ def load_sdpa(kernels: Sequence[SDPBackend] = FUSED) -> TrainingAttention:
 
 
 def load_torch_varlen() -> TrainingAttention:
-    """torch's own; Unserved where this torch has none, or one without a causal window."""
+    """Load torch's varlen_attn; Unserved if this torch has none, or one without a causal window."""
     varlen_attn = load_part("torch's varlen_attn", GET_TORCH, "torch.nn.attention.varlen", "varlen_attn")
     takes = signature(varlen_attn).parameters
     if "window_size" not in takes:
@@ -130,7 +132,7 @@ def load_torch_varlen() -> TrainingAttention:
 
 
 def load_xformers() -> TrainingAttention:
-    """xformers' own choice among its kernels; Unserved without the package."""
+    """Load xformers, which chooses among its kernels; Unserved without the package."""
     package = ("the package xformers", GET_XFORMERS)
     attend = load_part(*package, "xformers.ops", "memory_efficient_attention")
     causal_mask = load_part(*package, "xformers.ops.fmha.attn_bias", "BlockDiagonalCausalMask")

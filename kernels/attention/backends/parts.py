@@ -2,14 +2,14 @@
 
 A library's parts need its forward with a log-sum-exp, and a backward that takes one.
 
-What trains whole sequences keeps both to itself (autograd saves them), so these are the functions underneath:
+The libraries' public functions do not expose these (autograd saves them). The functions below them are used instead:
 
     varlen   torch's aten._flash_attention_forward and _backward, which varlen_attn calls
     flash2   flash_attn.flash_attn_interface._flash_attn_varlen_forward and _backward
 
 FlashAttention-3 and SDPA's fused kernels change theirs from release to release, xformers pads its log-sum-exp, and the
-math kernel has none: there nothing is shared. All are private, so that a library is tried before it is used: a forest
-whose output and gradients are known.
+math kernel has none: with these, prefixes are not shared. All are private functions, so a library is tried before it is
+used, on a forest whose output and gradients are known.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
@@ -28,11 +28,11 @@ from thresher.kernels.attention.parts import AttentionWithLSE, MatmulAttention, 
 from thresher.kernels.attention.prefix import ForestKernels, PrefixForest, prefix_attention
 
 Tensors = tuple[Tensor, ...]
-OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 rounds by 2^-9
+OFF_BY = 0.02  # the largest relative error of a norm in a trial; bfloat16 rounds by 2^-9
 
 
 class LibraryParts:
-    """A library's varlen forward and backward, whose log-sum-exp is [N, T], as a `AttentionWithLSE`."""
+    """A library's varlen forward and backward, whose log-sum-exp is [N, T], as an `AttentionWithLSE`."""
 
     by_level = True
 
@@ -58,7 +58,7 @@ class LibraryParts:
 
 
 def load_torch_parts() -> AttentionWithLSE:
-    """torch's flash attention for CUDA; Unserved where this torch has none by that name."""
+    """Load torch's flash attention for CUDA; Unserved if this torch has none by that name."""
     try:
         forward = torch.ops.aten._flash_attention_forward
         backward = torch.ops.aten._flash_attention_backward
@@ -72,7 +72,7 @@ def load_torch_parts() -> AttentionWithLSE:
     def gradients(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: SegmentPairs
     ) -> Tensors:
-        # The state of dropout's generator, and a place that is not used: there is no dropout.
+        # The state of dropout's generator, and an unused tensor: there is no dropout.
         state = part.once("state", lambda: torch.zeros(2, dtype=torch.uint64, device=part.device))
         unused = part.once("unused", lambda: torch.empty(0, device=part.device))
         lengths = (part.cu_q, part.cu_k, *_longest(part))
@@ -83,7 +83,7 @@ def load_torch_parts() -> AttentionWithLSE:
 
 
 def load_flash2_parts() -> AttentionWithLSE:
-    """flash-attn 2's; Unserved without it."""
+    """Load the parts of flash-attn 2; Unserved without it."""
 
     def load(name: str) -> Any:
         return load_part("the package flash-attn", GET_FLASH2, "flash_attn.flash_attn_interface", name)
@@ -131,8 +131,9 @@ LOADERS: dict[Backend, Callable[[], AttentionWithLSE]] = {
 def load_partial_attention(
     backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionWithLSE:
-    """Parts by the library that `resolve_attention` chose for whole sequences. Unserved, its text to follow the word
-    "which", where it has none or they do not run here."""
+    """Load parts by the library that `resolve_attention` chose for whole sequences.
+
+    Unserved, with a text that follows the word "which", if it has none or they do not run here."""
     if backend not in LOADERS:
         raise Unserved("gives no log-sum-exp, or has no backward that takes one")
     attention = LOADERS[backend]()
@@ -148,7 +149,7 @@ def load_partial_attention(
 def load_forest_attention(
     backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionWithLSE | ForestKernels:
-    """Our kernels for a whole forest on CUDA, tried before they are used; else `load_partial_attention`."""
+    """Load our kernels for a whole forest on CUDA, tried before they are used; else `load_partial_attention`."""
     if device.type == "cuda" and find_spec("triton") is not None:
         from thresher.kernels.attention.forest_triton import TritonForest, is_served
 
@@ -156,7 +157,7 @@ def load_forest_attention(
             try:
                 try_parts(TritonForest(), device, dtype, head_dim)
                 return TritonForest()
-            except Exception as error:  # a compiler raises what it likes
+            except Exception as error:  # a compiler may raise anything
                 warnings.warn(f"attention over a forest in Triton does not run ({first_line(error)})", stacklevel=2)
     return load_partial_attention(backend, device, dtype, head_dim)
 
@@ -164,8 +165,10 @@ def load_forest_attention(
 def try_parts(
     attention: AttentionWithLSE | ForestKernels, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Two trees, one of them three segments deep, two query heads to a key head; Unserved where output or gradients
-    differ from those of products in float32. What the library raises, it raises."""
+    """Try parts on two trees, one of them three segments deep, with two query heads per key head.
+
+    Unserved if output or gradients differ from those of products in float32. Exceptions of the library are not caught.
+    """
     lengths, parents = [9, 3, 17, 1, 5, 4, 6], [-1, 0, 1, 1, 0, -1, 5]
     noise = torch.Generator().manual_seed(0)
     given = [torch.randn(sum(lengths), heads, head_dim, generator=noise) for heads in (4, 2, 2, 4)]

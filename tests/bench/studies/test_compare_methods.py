@@ -1,4 +1,4 @@
-"""`thresher compare-methods`: what its file may say, how processes share its work, what it claims of made-up rows."""
+"""Test `thresher compare-methods`: its file, how processes share its work, and its claims about made-up rows."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_a_shipped_file_fits_the_recipes_and_the_command_line(name: str, monkeyp
         assert (recipe.run.token_budget, recipe.optim.schedule) == (max(plan.budgets), "constant")
         typed += [filled(text, out, run) for text in plan.prepare]
     shared = {repr(recipe_of(plan, out, run).optim) for run in runs_of(plan)}
-    assert len(shared) == 1  # no preset brings a learning rate of its own
+    assert len(shared) == 1  # no preset sets its own learning rate
     for text in dict.fromkeys(typed):
         build_parser().parse_args(shlex.split(text))
 
@@ -164,7 +164,7 @@ def test_commands_are_done_once_and_before_what_needs_them(file: Path, tmp_path:
 
 
 def test_what_another_process_does_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock is of an open file, so a second one of this process stands for another process."""
+    """A lock belongs to an open file, so a second open file in this process acts like another process."""
     monkeypatch.setattr("thresher.common.locks.WAIT", 0.01)
     done: list[str] = []
 
@@ -432,7 +432,7 @@ def test_a_curve_is_linear_between_evaluations() -> None:
 
 
 def made_up(effects: dict[str, Sequence[float]], control: float, questions: int = 200) -> list[dict[str, Any]]:
-    """Rows of methods whose runs have these shares of right answers, one a seed, and controls with one share."""
+    """Return rows of methods with these shares of right answers, one per seed, and of controls with one share."""
     rows = []
     for method, shares in effects.items():
         for seed, share in enumerate(shares):
@@ -450,7 +450,7 @@ def made_up(effects: dict[str, Sequence[float]], control: float, questions: int 
 
 
 def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
-    """Of eight seeds: a method that is above on all by far, one by less than can be seen, and the baseline."""
+    """Eight seeds: a method far above the baseline on all, one above by less than is detectable, and the baseline."""
     base = [0.50, 0.54, 0.46, 0.52, 0.48, 0.55, 0.45, 0.50]
     effects = {
         "plain": base,
@@ -480,7 +480,7 @@ def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_a_difference_below_the_minimum_detectable_effect_is_not_claimed(tmp_path: Path) -> None:
-    """Eleven small gaps of one sign have a p of .001, and a larger spread than their mean."""
+    """Eleven gaps of the same sign have a p of .001, but a larger spread than their mean."""
     gaps = (0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.3, 0.005, 0.005)
     text = HEAD.format(recipe="r.toml").replace("[0, 1]", str(list(range(11)))).replace("[300, 600]", "[1000]")
     found = analysis(read(text, tmp_path), made_up({"plain": [0.4] * 11, "none": [0.4 + gap for gap in gaps]}, 0.4))

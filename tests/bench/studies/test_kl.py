@@ -1,5 +1,5 @@
-"""`thresher study kl`: what it says about the estimators, held against mathematics; a study of a tiny world; and one of
-stored tokens, held against arithmetic and against what the run itself recorded."""
+"""Test `thresher study kl`: its findings about the estimators, compared with exact values; a study of a tiny world; and
+one of stored tokens, compared with arithmetic and with the run's own metrics."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
 EXACT = 1e-10
-# pi, pi_old and pi_ref: ordinary ones; a pi far below its reference in one outcome; an outcome that pi_old never draws.
+# pi, pi_old and pi_ref: random ones; a pi far below its reference in one outcome; an outcome that pi_old never draws.
 POLICIES = [
     *torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).mul(2).unbind(0),
     torch.tensor([[-12.0, 1.0, 0.0], [0.0, 0.5, 1.0], [2.0, 0.0, 1.0]], dtype=torch.float64),
@@ -109,9 +109,9 @@ def world(
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> Path:
-    """A start in the layout of the demo's folder, and a study cut down to it, with a learning rate that breaks a run.
+    """Write a start in the layout of the demo's folder; cut the study down to it, with a rate that breaks a run.
 
-    Half of the names are right, whatever the question, so that rewards differ within a group.
+    Half of the names are right for every question, so that rewards differ within a group.
     """
     folder = tmp_path / "world"
     (folder / "data").mkdir(parents=True)
@@ -121,17 +121,17 @@ def world(
     shutil.copytree(tiny_index_folder, folder / "index")
     tiny_policy.save(folder / "warmup")
     tiny_tokenizer.save(folder / "warmup")
-    (folder / "prompt.txt").write_text("<search> or <answer>: {question}\n")  # what the tiny policy was taught on
+    (folder / "prompt.txt").write_text("<search> or <answer>: {question}\n")  # the tiny policy's training prompt
     small = {"group_size": 4, "questions_per_step": 4, "max_turns": 2, "max_turn_tokens": 32, "max_num_seqs": 16}
     overrides = [f"rollout.{key}={value}" for key, value in small.items()]
     monkeypatch.setattr(kl, "SETTINGS", (*kl.SETTINGS, *overrides, f"system.template={folder / 'prompt.txt'}"))
     monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
-    monkeypatch.setattr(kl, "RATES", {"mild": 1e-3, "wild": 1e12})  # weights of 1e12 make products that are no float32
+    monkeypatch.setattr(kl, "RATES", {"mild": 1e-3, "wild": 1e12})  # weights of 1e12 make products beyond float32
     return folder
 
 
 def dying(name: str) -> Callable[..., dict[str, Any]]:
-    """`train`, interrupted after the first step of the run `name`."""
+    """Return `train`, interrupted after the first step of the run `name`."""
 
     def run(recipe: Any, out: Path, resume: bool, watch: Callable[[Progress], None], **_: Any) -> dict[str, Any]:
         def look(progress: Progress) -> None:
@@ -176,7 +176,7 @@ def test_a_study_that_is_interrupted_goes_on(
         else:  # a rate that breaks the run is a result, reported with its step
             assert run["steps"] < STEPS and "not finite" in run["stopped"] and run["em_after"] is None
     k2, k3 = ([line for line in lines if (line["rate"], line["estimator"]) == ("mild", name)] for name in ("k2", "k3"))
-    # The same start, questions and noise: the first step differs in nothing, for there the KL is 0.
+    # Start, questions and noise are the same, and the first step's KL is 0, so the first steps are equal.
     assert {**k2[0], "estimator": "k3"} == k3[0] and k2[1]["kl_largest"] != k3[1]["kl_largest"]
     for name in ("curves.png", "enumeration.png", "training.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
@@ -210,12 +210,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not Path("new").exists() and sorted(path.name for path in Path("old").iterdir()) == ["runs"]
 
 
-# a pretrained model by a recipe
+# a pretrained model with a recipe
 
 
 @pytest.fixture
 def recipe_file(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
-    """A recipe without a reference, of a model that searches and answers."""
+    """Write a recipe without a reference, for a model that searches and answers."""
     path = tmp_path / "recipe.toml"
     make_recipe(grpo={"beta": 0.0}, model={"device": "cuda"}).write(path)
     return path
@@ -255,7 +255,7 @@ def test_a_model_is_trained_by_its_recipe(
         assert run["kl"] == pytest.approx(sum(line["kl_k1"] for line in own) / 2)
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
 
-    shutil.rmtree(model)  # nothing is left to do that would need it
+    shutil.rmtree(model)  # no remaining work needs it
     assert cli.run(command) == 0
     assert "(0 steps to do)" in " ".join(capsys.readouterr().out.split())
     assert cli.run([*command, "--set", "grpo.beta=0.2"]) == 2
@@ -291,7 +291,7 @@ def test_a_model_and_a_recipe_that_do_not_fit_are_refused(
 
 
 def step_of_tokens(run: RunFolder, step: int, *trajectories: tuple[float, dict[str, list[float]]]) -> None:
-    """Store a step: of each trajectory its advantage and the values of its tokens, of which there are 1 or 3."""
+    """Store a step: the advantage of each trajectory, and the values of its tokens, of which there are 1 or 3."""
     records, stats = [], []
     for number, (advantage, values) in enumerate(trajectories):
         count = len(values["sampled"])
@@ -307,7 +307,7 @@ def test_the_figures_of_stored_tokens_are_those_of_arithmetic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out, nan = make_run(tmp_path / "run", grpo={"beta": 0.5, "kl_value": "k3"}), tmp_path / "out", math.nan
-    step_of_tokens(  # d: 0, 1, -1 of advantage 2; 2 of advantage 0, twice as likely as when drawn; one in no update
+    step_of_tokens(  # d: 0, 1, -1 with advantage 2; 2 with advantage 0, twice as likely as when drawn; one in no update
         run,
         4,
         (2.0, {"sampled": [-4, -4, -4], "recomputed": [-4, -4, -4], "reference": [-4, -5, -3]}),
@@ -330,7 +330,7 @@ def test_the_figures_of_stored_tokens_are_those_of_arithmetic(
     e = math.e
     k3 = [0, 1 / e, e - 2, e**-2 + 1]
     mean, c = sum(k3) / 4, [0, 1 - 1 / e, e - 1, 1 - e**-2]
-    error = math.sqrt(2 * 2) * (k3[3] - mean) / 4  # two trajectories, of which one's sum is minus the other's
+    error = math.sqrt(2 * 2) * (k3[3] - mean) / 4  # two trajectories, whose sums are each other's negative
     spread = sum((value - mean) ** 2 for value in k3) / 4
     ratio = [0, 1 / e, e - 2, 2 * k3[3]]
     ratio_mean = sum(ratio) / 4

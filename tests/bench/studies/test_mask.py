@@ -1,4 +1,4 @@
-"""The study of masking: its treatments hold the rows they claim to, their gradients, and the checks beside them."""
+"""Test the study of masking: the rows and gradients of its treatments, its other checks, and the command."""
 
 import json
 import shutil
@@ -48,15 +48,15 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
-OUTSIDE = 300  # ids from here on occur in retrieved segments, and in them alone
+OUTSIDE = 300  # ids from here on occur in retrieved segments only
 VOCABULARY = 380
 ROUNDING = 64 * 2**-24  # relative; the policy computes in float32, as it trains
-# nats between log-probs of two forwards in other batches: each rounds logits of up to 10 in 30 sums, 2^-24 10 sqrt(30)
+# nats between log-probs of forwards in different batches: each rounds logits of up to 10 in 30 sums, 2^-24 10 sqrt(30)
 TWO_FORWARDS = 1e-5
 
 
 def make_trajectories(count: int = 6) -> list[Trajectory]:
-    """Prompt, then turns of the policy with passages, or a line of feedback, between them; lengths differ."""
+    """Make trajectories of different lengths: a prompt, then policy turns with passages or feedback between them."""
     draw = Random(5)
 
     def ids(low: int, high: int, most: int) -> list[int]:
@@ -76,7 +76,7 @@ def make_trajectories(count: int = 6) -> list[Trajectory]:
 
 @pytest.fixture
 def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
-    """Six trajectories in batches of a few; one has no advantage, two have nothing that was retrieved."""
+    """Return six trajectories in small batches; one has no advantage, two have no retrieved segment."""
     trajectories = make_trajectories()
     made = Subject(
         name="a test",
@@ -88,7 +88,7 @@ def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
         temperature=0.7,
         micro_batch_tokens=90,
     )
-    assert all(made.count(source) > 0 for source in Source)  # else the tests here would say little
+    assert all(made.count(source) > 0 for source in Source)  # otherwise the tests would show little
     return made
 
 
@@ -97,7 +97,7 @@ def sources(trajectory: Trajectory) -> list[Source]:
 
 
 def expected_rows(trajectories: list[Trajectory], wanted: set[Source]) -> Counter[tuple[tuple[int, ...], int]]:
-    """(all ids before it, id) of every token that is a target, token by token."""
+    """Count (all ids before it, id) of every target token, token by token."""
     found: Counter[tuple[tuple[int, ...], int]] = Counter()
     for trajectory in trajectories:
         ids = trajectory.ids()
@@ -107,7 +107,7 @@ def expected_rows(trajectories: list[Trajectory], wanted: set[Source]) -> Counte
     return found
 
 
-# what a treatment holds
+# the rows of a treatment
 
 
 @pytest.mark.parametrize("name", TREATMENTS)
@@ -137,7 +137,7 @@ def test_a_treatment_has_the_rows_it_should_have(subject: Subject, name: str) ->
 
 
 def shortened_logprobs(subject: Subject, policy: Policy) -> list[Tensor]:
-    """Compute by plain torch the log-probs of the sampled tokens of sequences that never held a passage."""
+    """Compute, in plain torch, the log-probs of the sampled tokens of the sequences without their passages."""
     found = []
     for trajectory in map(without_retrieved, subject.trajectories):
         ids, rows = trajectory.ids(), trajectory.policy_positions()
@@ -147,7 +147,7 @@ def shortened_logprobs(subject: Subject, policy: Policy) -> list[Tensor]:
 
 
 def test_old_logprobs_are_the_policy_s_own(subject: Subject) -> None:
-    """Two forwards of one batch may round apart, by four times what plain torch's log-probs are off by, in the mean."""
+    """Two forwards of one batch may differ by four times the root mean square error of plain torch's log-probs."""
     with exact_norms(), torch.no_grad():
         reference_R = torch.cat(shortened_logprobs(subject, subject.policy))
         truth_R = torch.cat(shortened_logprobs(subject, deepcopy(subject.policy).double()))
@@ -181,9 +181,9 @@ def test_in_the_loss_differs_from_masked_by_the_retrieved_rows_gradient(subject:
 
 
 def test_removed_is_the_gradient_of_the_shortened_trajectories(subject: Subject) -> None:
-    """By plain torch, sum of w A log p over the sampled tokens: in float64 the truth, in float32 the measure.
+    """The reference is the gradient of the sum of w A log p over the sampled tokens, by plain torch in float64.
 
-    Four times the measure's error are let pass, and 16 roundings.
+    The bound is four times the error of plain torch in float32, and 16 roundings.
     """
 
     def plain(policy: Policy) -> dict[str, Tensor]:
@@ -210,11 +210,11 @@ def test_parts_are_the_whole(subject: Subject) -> None:
     assert (whole["cosine"], whole["difference"]) == (pytest.approx(1.0), 0.0)
 
 
-# the checks and figures beside them
+# other checks and figures
 
 
 def multiplied(subject: Subject, rows_RH: Tensor, batch: Any, chunk_rows: int | None = None) -> LossResult:
-    """A loss as it is often masked: every row is computed, and its weight multiplies what came out."""
+    """Compute a loss as it is often masked: every row is computed, and its result is multiplied by its weight."""
     head_VH = subject.policy.head_VH
     logits_RV = rows_RH @ head_VH[: subject.vocab_size].detach().T
     targets_R = batch.targets_R.clamp(0)
@@ -241,7 +241,7 @@ def test_removal_of_what_nobody_reads_moves_no_logprob(subject: Subject) -> None
     assert 0 < moved["outside_clip"] < 1  # bound: a share
     passage = Segment(Source.RETRIEVED, [OUTSIDE] * 40)
     for number, trajectory in enumerate(subject.trajectories):
-        # Behind the last sampled token, in trajectories of other lengths, and so packed in another order.
+        # Passages after the last sampled token; they change the lengths, and so the order of packing.
         behind = [passage] * (number % 2)
         subject.trajectories[number] = replace(
             without_retrieved(trajectory), segments=without_retrieved(trajectory).segments + behind
@@ -276,12 +276,12 @@ def test_steps_are_timed_in_all_their_parts(subject: Subject) -> None:
     assert [[len(times) for times in clock.values()] for clock in clocks.values()] == [[2, 2, 2]] * 2
 
 
-# the command: on a scripted batch, on a run, and on one that cannot be studied
+# the command: on a scripted batch, on a run, and on runs that cannot be studied
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep of two points and one repeat."""
+    """Reduce the sweep to two points and one repeat."""
     monkeypatch.setattr(mask, "SHARES", (0.4, 0.8))
     monkeypatch.setattr(mask, "SWEEP_REPEATS", 1)
 
@@ -334,7 +334,7 @@ def run_folder(
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> Path:
-    """Train two steps, and write advantages into the last, for every other group: what a policy says may earn none."""
+    """Train two steps, and write advantages into every other group of the last, since its samples may earn none."""
     folder = tmp_path_factory.mktemp("study")
     make_tiny_policy().save(folder / "model")
     tiny_tokenizer.save(folder / "model")
@@ -366,7 +366,7 @@ def run_folder(
 @pytest.mark.usefixtures("quick")
 @pytest.mark.slow
 def test_the_command_on_a_run(run_folder: Path, tmp_path: Path) -> None:
-    """Named by the folder around it, as `thresher demo` leaves it."""
+    """The run is given by the folder around it, as `thresher demo` leaves it."""
     common = ["study", "mask", "--limit", "10", "--repeats", "1", "--run"]
     assert cli.run([*common, str(run_folder), "--out", str(tmp_path / "a")]) == 0
     figures = check_folder(tmp_path / "a")
@@ -389,7 +389,7 @@ def test_a_run_s_trajectories_come_with_their_signal_first(run_folder: Path) -> 
 
 
 def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Changes every stored trajectory of the last step."""
+    """Return a function that changes every stored trajectory of a run's last step."""
 
     def apply(run: Path) -> None:
         path = run / "trajectories" / "step_000002.jsonl"
@@ -444,7 +444,7 @@ def test_a_run_that_cannot_be_studied(
     assert not (tmp_path / "out").exists()
 
 
-# a recipe, by which the batch is sampled
+# a recipe that samples the batch
 
 
 @pytest.mark.usefixtures("quick")

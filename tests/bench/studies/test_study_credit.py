@@ -1,4 +1,4 @@
-"""`thresher study credit`: its table, its figures and its picture. tests/rewards/test_credit.py tests its rules."""
+"""Test `thresher study credit`: its table, figures and picture. tests/rewards/test_credit.py tests its rules."""
 
 import json
 from pathlib import Path

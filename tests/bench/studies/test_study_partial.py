@@ -1,5 +1,4 @@
-"""`thresher study partial`: the runs it makes, and what it reports of them. Training itself is tested elsewhere; here
-runs are made up."""
+"""Test `thresher study partial`: its runs, and its report of made-up ones. Training is tested elsewhere."""
 
 import json
 from dataclasses import replace
@@ -41,7 +40,7 @@ def test_runs_of_a_seed_differ_in_rollouts_and_objective_alone(cases: list[Parti
 
 
 def records_of(case: PartialRun, em: float) -> list[dict[str, Any]]:
-    """Made-up metrics of three steps."""
+    """Return made-up metrics of three steps."""
     steps: list[dict[str, Any]] = [
         {
             "step": step,
@@ -78,7 +77,7 @@ def test_rows_and_table(cases: list[PartialRun]) -> None:
     lines = markdown(rows).splitlines()
     assert len(lines) == 2 + len(ROLLOUTS) * len(OBJECTIVES) + 2
     assert lines[2].startswith("| whole | rollout | 0.830, 0.840 | 0.835 ± 0.064 | - | 0.200 | 42.0 | 100% | 50% | 0%")
-    # .9 less .83 and .84; Student's with one degree of freedom: 12.706 x .01 / 2
+    # .9 less .83 and .84; Student's t with one degree of freedom: 12.706 x .01 / 2
     assert "| stale1 | rollout | 0.900, 0.900 | 0.900 ± 0.000 | +0.065 ± 0.064, 0.5 |" in lines[3]
     assert "| 60%, 37%, 3% | 50% | 30% | 150 |" in lines[3]
     assert "| -0.100 ± 0.000, 0.5 |" in lines[4]
@@ -88,7 +87,7 @@ def test_rows_and_table(cases: list[PartialRun]) -> None:
 
 
 def test_the_study_writes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of seeds that are given twice are made once; metrics are read from the runs' folders."""
+    """A seed that is given twice is run once; metrics are read from the runs' folders."""
     trained, typed = list[tuple[int, str]](), list[list[str]]()
 
     def train(recipe: Recipe, folder: Path, *_: Any, **__: Any) -> None:

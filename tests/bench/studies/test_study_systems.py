@@ -1,5 +1,5 @@
-"""`thresher study systems`: the runs it makes, what it refuses, and what it reports of them. Training itself is tested
-elsewhere; here runs are made up."""
+"""Test `thresher study systems`: its runs, its refusals, and its report of made-up runs. Training is tested
+elsewhere."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
         template = Path(section.template or "").read_text()
         assert template.startswith(f"{case.system}\n") and ("{passages}" in template) == given
         assert (recipe.judge.entailment is None) == (case.system != "evinote")
-    # Two runs of a system differ in seed, and so in their base, or in shuffling, and in nothing else.
+    # Two runs of a system differ either in the seed and the base that it selects, or in shuffling, and in nothing else.
     first, control, other = cases[:3]
     assert first.recipe.differences(control.recipe) == ["grpo.shuffle_rewards is false, not true"]
     differ = first.recipe.differences(other.recipe)
@@ -76,7 +76,7 @@ def test_systems_of_one_protocol_share_prompt_base_and_world(tmp_path: Path) -> 
         starts.add(case.recipe.model.path)
         presets[case.system] = case.recipe.grpo
     assert prompts == {"search_r1\nQuestion: {question}\n"} and starts == {str(tmp_path / "world" / "base2")}
-    # Search-R1's own update, with another protocol.
+    # Systems with Search-R1's own update and another protocol.
     alike = {name for name, grpo in presets.items() if grpo == presets["search_r1"]}
     assert alike == {"search_r1", "mem1", "zero_search"}, "two of them train alike"
     others = [str(grpo) for name, grpo in presets.items() if name not in alike]
@@ -94,7 +94,7 @@ def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
         assert build_parser().parse_args(stage).out == stage[stage.index("--out") + 1]
     # Bases share the world and the judge, and nothing else.
     assert first[:3] == second[:3] and {stage[-1] for stage in first[3:]}.isdisjoint(stage[-1] for stage in second[3:])
-    # What one writes, the next reads.
+    # A stage reads the output of an earlier one.
     assert f"model.path={first[4][-1]}" in first[5] and f"model.path={first[3][-1]}" in first[4]
 
 
@@ -121,7 +121,7 @@ def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> Non
 
 
 def test_a_study_that_was_killed_goes_on(cases: list[SystemRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the run that was under way; what is finished is not trained again."""
+    """It resumes the interrupted run, and does not train finished ones again."""
     begun: list[tuple[Path, bool]] = []
 
     def train(recipe: Recipe, folder: Path, resume: bool, *_: Any, **__: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_study_that_was_killed_goes_on(cases: list[SystemRun], monkeypatch: py
 
 
 def test_a_world_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """With the stage that was under way, a fine-tuning by --resume."""
+    """It goes on with the interrupted stage, and resumes a fine-tuning with --resume."""
     world = tmp_path / "world"
     typed: list[list[str]] = []
 
@@ -187,7 +187,7 @@ def test_a_judges_key_is_allowed_by_the_person_who_runs_it(tmp_path: Path, monke
 
 
 def records_of(case: SystemRun) -> list[dict[str, Any]]:
-    """Made-up metrics: everything rises by the step, but not in a control."""
+    """Return made-up metrics that rise with the step, but not in a control."""
     key = CLAIMS[case.system][0]
 
     def at(step: int) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def test_a_system_is_held_against_its_control_seed_by_seed() -> None:
     controls = [row(0, 0.1, True), row(1, 0.3, True), row(2, 0.2, True)]  # .7, .6, .8 below
     found = less_control([*rows, *controls], "search_r1")
     assert found is not None and (found.count, found.p) == (3, 0.25)
-    half = 4.303 * 0.1 / 3**0.5  # Student's, two degrees of freedom
+    half = 4.303 * 0.1 / 3**0.5  # Student's t, two degrees of freedom
     assert (found.difference, found.low) == (pytest.approx(0.7), pytest.approx(0.7 - half))
     text = markdown([*rows, *controls])
     assert "| 0.900, 0.800, 1.000, 0.100 | +0.700 ± 0.248, 0.25 | searches" in text

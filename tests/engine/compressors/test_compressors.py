@@ -1,4 +1,4 @@
-"""Compressors: self-information against float64 logits, vectors, a classifier of tokens; and what each keeps."""
+"""Compressors: self-information against float64 logits, sentence vectors, a token classifier; and what each keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUESTION = Question("q0", "Who?", ("Carl Dorn",), passages=tuple(Passage(str(n),
 
 
 def exact(policy: Policy, begin: int, ids: list[int], vocab: int) -> list[float]:
-    """-log p of each id behind `begin`, in float64."""
+    """Return -log p of each id after `begin`, in float64."""
     with torch.no_grad():
         logits_TV = deepcopy(policy).double().logits(torch.tensor([begin, *ids]))[:-1, :vocab]
     return [-float(row_V.log_softmax(0)[token]) for row_V, token in zip(logits_TV, ids, strict=True)]
@@ -48,7 +48,7 @@ def test_self_information_is_that_of_float64(tiny_policy: Policy, tiny_tokenizer
     truth = [exact(tiny_policy, begin, one, tiny_tokenizer.vocab_size) for one in ids]
     assert [len(one) for one in found] == [len(one) for one in ids] + [0]
     ours_T, truth_T = (torch.tensor([value for one in x for value in one]).double() for x in (found, truth))
-    # Log-probs of float32 hidden states: a hundred roundings of logits of up to |z|.
+    # Log-probs from float32 hidden states: about a hundred roundings of logits of magnitude up to |z|.
     assert truth_T.std() > 0.5
     assert (ours_T - truth_T).abs().max() <= 100 * 2**-24 * truth_T.abs().max()
 
@@ -66,7 +66,7 @@ def test_what_is_longer_than_the_context_is_read_in_stretches(
 
 @pytest.mark.parametrize("keep", [0.2, 0.6])
 def test_sentences_and_tokens_that_are_kept(tiny_policy: Policy, tiny_tokenizer: Tokenizer, keep: float) -> None:
-    """By hand: a sentence's score is the mean over the tokens that end in it, and all passages are one pool."""
+    """A sentence's score, by hand, is the mean over the tokens that end in it; all passages form one pool."""
     begin, vocab = tiny_policy.config.eos_token_ids[0], tiny_tokenizer.vocab_size
     scores, units, tokens, pieces = [], [], [], []
     for number, text in enumerate(TEXTS):
@@ -123,7 +123,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_recomp_keeps_the_sentences_nearest_to_the_question(count: int, tmp_path: Path) -> None:
-    """By float64 products of the encoder's vectors; Contriever's way is known by the folder's name."""
+    """Scores are float64 dot products of the encoder's vectors; Contriever is recognised by the folder's name."""
     encoder = load_encoder(folders.save_model(tmp_path / "nq_extractive_compressor"))
     assert (encoder.settings.pooling, encoder.settings.normalize) == ("mean", False)
     refined = Recomp(encoder, count).compress(QUESTIONS)
@@ -187,11 +187,11 @@ def test_about_the_share_is_kept_and_one_at_least() -> None:
     scores = [0.1, 0.9, 0.5, 0.7, 0.3]
     assert most(scores, 1.0) == [True] * 5
     assert most(scores, 0.5) == [False, True, True, True, False]  # the median, .5, is kept
-    # The .8 quantile of five lies .2 beyond the fourth: .7 + .2 x .2.
+    # The .8 quantile of five values lies .2 past the fourth: .7 + .2 x .2.
     assert most(scores, 0.2) == [False, True, False, False, False]
     assert most(scores, 1e-9) == [False, True, False, False, False]
     assert most([2.0], 0.01) == [True] and most([], 0.5) == []
-    assert most([1.0, 1.0, 0.0], 0.4) == [True, True, False]  # equals stay or go together
+    assert most([1.0, 1.0, 0.0], 0.4) == [True, True, False]  # ties are kept or dropped together
 
 
 @given(st.lists(st.floats(-9, 9), min_size=1, max_size=30, unique=True), st.floats(0.01, 1))

@@ -1,4 +1,4 @@
-"""RECOMP's compressor, trained: its records, its loss and gradients, and the encoder that `extract` then reads."""
+"""Training of RECOMP's compressor: its records, its loss and gradients, and the encoder that `extract` then reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_records(path: Path, *records: dict[str, Any]) -> Path:
 
 
 def toy(count: int) -> list[dict[str, Any]]:
-    """The sentence that helps names what the question asks for; the number beside it is noise."""
+    """Return records whose positive sentence names what the question asks for; the number next to it is noise."""
     found = []
     for n in range(count):
         asked, *others = (WORDS[(n + shift) % 6] for shift in range(4))
@@ -78,7 +78,7 @@ def test_a_record_is_the_best_sentence_and_what_falls_short_of_it(
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_gradients_are_those_of_float64(normed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every parameter, in parts of two questions, against transformers' model and the paper's formula."""
+    """Gradients of all parameters, in parts of two questions, match transformers' model and the paper's formula."""
     monkeypatch.setattr(recomp_train, "MICRO", 2)
     model = folders.random_model(transformers.BertModel, folders.bert_config(**SMALL | {"initializer_range": 0.3}))
     folder = folders.save_model(tmp_path / "contriever", model)
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_float64(normed: bool, tmp_path: Path, monkeypatc
     for parameter in bert.parameters():
         assert parameter.grad is not None
         parameter.data.copy_(parameter.grad)
-    budget = 2**-24 * 300  # some hundred roundings in a row, and products of up to 20 or 32
+    budget = 2**-24 * 300  # some hundred successive roundings, and products of up to 20 or 32
     assert abs(loss - truth.item()) <= budget * truth.item()
     wanted = {name: parameter.grad for name, parameter in exact.named_parameters() if "pooler" not in name}
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
@@ -132,10 +132,10 @@ def test_negatives_are_those_nearest_to_the_question(tmp_path: Path, monkeypatch
 
 
 def test_what_is_trained_is_what_extract_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As typed: a new encoder finds the sentences of questions that it has not seen, and does so from its folder.
+    """Through the command line: a new encoder finds the right sentences of unseen questions, loaded from its folder.
 
-    Whatever it starts from, four sentences a question are as likely at first, a loss of about ln 4; what it has learnt
-    are a few words, and a tenth of the loss leaves the right one far ahead of those it was trained against.
+    Whatever the initial weights, the four sentences of a question are about equally likely at first: a loss of about ln
+    4. The encoder learns a few words, and a tenth of that loss puts the right sentence far ahead of its negatives.
     """
     model = folders.random_model(transformers.BertModel, folders.bert_config(**SMALL))
     start = folders.save_model(tmp_path / "contriever", model)
@@ -175,7 +175,7 @@ def test_training_is_a_function_of_its_seed(tmp_path: Path) -> None:
         figures = train_recomp(records, start, tmp_path / name, steps=2, batch=4, seed=seed)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2] and figures["held out"] == 1
-    assert train_recomp(records, start, tmp_path / "d", batch=100)["steps"] == 3  # a batch is all that there are
+    assert train_recomp(records, start, tmp_path / "d", batch=100)["steps"] == 3  # a batch holds at most all records
     with pytest.raises(UserError, match=r"step 2: the loss is .*; give a lower --lr"):
         train_recomp(records, start, tmp_path / "e", steps=3, batch=4, lr=1e30)
     assert not (tmp_path / "e").exists()
@@ -204,7 +204,7 @@ def test_a_saved_encoder_has_the_settings_and_the_vectors(kinds: tuple[str, ...]
 
 @pytest.mark.parametrize("family", ["classifier", "distilbert", "xlm-roberta"])
 def test_a_saved_encoder_is_read_by_transformers(family: str, tmp_path: Path) -> None:
-    """Under its names without a prefix, and nothing but a pooler is missing; the vectors are the start's."""
+    """Names have no prefix, only a pooler is missing, and the vectors are those of the initial encoder."""
     start = tmp_path / "contriever"
     if family == "xlm-roberta":
         folders.save_xlm_roberta(start, transformers.XLMRobertaModel)

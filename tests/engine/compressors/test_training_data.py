@@ -1,4 +1,4 @@
-"""FilCo's three measures: which sentences a filter is to learn to write, and how likely an answer is."""
+"""FilCo's three measures, which choose the sentences that a filter learns to write, and the likelihood of an answer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_inclusion_and_overlap() -> None:
     inclusion = silver_evidence([QUESTION, YES], "inclusion")
     assert inclusion == {
         "q": "Anna Bell, who has a long life, was born where Carl Dorn was.\nIda Jones met Carl Dorn.",
-        "y": "",  # yes is found nowhere
+        "y": "",  # "yes" is found in no sentence
     }
-    # 2 of 5 words and 2 of 2 are in common: F1 4/7, above 4/14 of the longer sentence.
+    # 2 of 5 words and 2 of 2 are in common: F1 4/7, more than 4/14 of the longer sentence.
     assert silver_evidence([QUESTION, YES], "overlap") == {"q": "Ida Jones met Carl Dorn.", "y": ""}
     nowhere = replace(QUESTION, golds=("Otto Pike",))
     assert [silver_evidence([nowhere], measure)["q"] for measure in ("inclusion", "overlap")] == ["", ""]
@@ -79,7 +79,7 @@ def test_cxmi_takes_the_sentence_that_raises_the_answer_most(
     lift = 0.0
     assert silver_evidence([QUESTION], "cxmi", tiny_model_folder) == {"q": "Ida Jones met Carl Dorn."}
     assert shown[0] == "" and len(shown) == 5
-    values[""] = -0.5  # the answer is likelier without any
+    values[""] = -0.5  # the answer is more likely without any sentence
     assert silver_evidence([QUESTION], "cxmi", tiny_model_folder) == {"q": ""}
 
 

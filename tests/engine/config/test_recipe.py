@@ -1,4 +1,4 @@
-"""Recipes: what is read back, what is refused and in which words, what `--set` overrides."""
+"""Recipes: what is read back, what is refused with which message, what `--set` overrides."""
 
 import math
 import re
@@ -86,7 +86,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type, -0.0 and 0.0 distinguished."""
+    """Compare value and type, distinguishing -0.0 from 0.0."""
     return repr(a) == repr(b)
 
 
@@ -193,7 +193,7 @@ def test_bounds(write: Any, key: str, good: list[str], bad: list[str]) -> None:
 
 
 def test_what_the_recipe_takes_the_kernels_take() -> None:
-    """Between the bounds there is no value that ends in a kernel's own refusal, of rules and of the loss."""
+    """No value within the recipe's bounds is refused by a kernel, neither by the sampling rules nor by the loss."""
     values = [sign * 10.0**power for sign in (1, 3.4) for power in (*range(-310, 309, 7), -30, 0, 30, 38, 39)]
     for name in ("temperature", "clip_low", "clip_high", "dual_clip", "beta", "entropy_coef"):
         section: Any = RolloutSection if name == "temperature" else GrpoSection

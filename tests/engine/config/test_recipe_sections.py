@@ -1,5 +1,4 @@
-"""The sections of a recipe, and the recipes that come with Thresher: what a command needs, what a resumed run may
-change."""
+"""The sections of a recipe, and the shipped recipes: what a command needs, what a resumed run may change."""
 
 import re
 from dataclasses import fields, replace
@@ -50,7 +49,7 @@ def test_the_recipes_that_come_with_it(path: Path) -> None:
     recipe = load_recipe(path)
     assert ((recipe.retrieval or RetrievalSection()).url is not None) == path.stem.endswith("-server")
     folder = path.parent.name
-    if folder == "smollm2":  # a model's, with several systems
+    if folder == "smollm2":  # recipes of a model, with several systems
         return
     assert recipe.need(SystemSection).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
 
@@ -65,7 +64,7 @@ def test_attention_is_chosen_for_rollouts_and_for_updates(write: Any) -> None:
     assert (recipe.rollout.attention, recipe.optim.attention) == ("triton", "flash")
     assert recipe.rollout.share_prefix and recipe.optim.share_prefix
     assert {"rollout.attention", "optim.attention", "optim.share_prefix"} < MAY_CHANGE
-    assert get_args(Attention) == get_args(Choice)  # which the recipe does not import, for it needs no torch
+    assert get_args(Attention) == get_args(Choice)  # the recipe does not import it, because it needs no torch
     expected = 'expected "auto" or "torch" or "triton" or "flash" or "xformers", got "sdpa"'
     assert (
         refusal(write('[model]\npath = "m"\n[optim]\nattention = "sdpa"\n')) == f"r.toml: [optim] attention: {expected}"
@@ -130,7 +129,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
             value = getattr(section, key)
             new = choices[key] if key in choices else changed[type(value)](value)
             bound = ("aggregation", "max_grad_norm", "trees", "partial", "max_staleness", "stale_cache")
-            if value is None or key in bound:  # inf, or bound to another
+            if value is None or key in bound:  # inf, or tied to another key
                 skipped.append(key)
                 continue
             other = replace(recipe, **{name: replace(section, **{key: new})})
@@ -208,5 +207,5 @@ def test_every_field_can_be_written_and_what_may_change_exists() -> None:
     for section in [*all_sections(), Recipe]:
         for f in fields(section):  # type: ignore[arg-type]
             optional = NoneType in get_args(hints(section)[f.name])
-            # TOML cannot say "nothing", so it must be what the absent key means.
+            # TOML cannot say "nothing", so None must be the meaning of an absent key.
             assert not optional or f.default is None, f"{section.__name__}.{f.name}"

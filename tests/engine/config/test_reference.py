@@ -1,4 +1,4 @@
-"""The recipe's reference: every key with a meaning, read from the sections themselves; docs/recipe.md is up to date."""
+"""The recipe reference: every key has a meaning, read from the sections themselves; docs/recipe.md is up to date."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Old names of recipe keys and of flags: read, with one line on stderr each."""
+"""Old names of recipe keys and flags: each is read, with one line on stderr."""
 
 from collections.abc import Iterator
 from pathlib import Path

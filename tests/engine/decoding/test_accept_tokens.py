@@ -1,5 +1,5 @@
-"""What was drawn, into the batch and to the host: those stand that would have been drawn one by one, and a packed row
-brings back every bit."""
+"""Drawn tokens, written to the batch and sent to the host: those are accepted that would have been drawn one by one,
+and a packed row keeps every bit."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +33,7 @@ COUNT, KNOWN, DRAFTS = 24, 5, 3
 
 
 def packed(ids_NQ: torch.Tensor, logprobs_NQ: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor) -> DrawnRows:
-    """As a step of a bucket leaves them, two rows longer than there are sequences."""
+    """Return rows as a bucket's step leaves them, two rows longer than there are sequences."""
     out_NX = torch.full((len(ids_NQ), drawn_width(ids_NQ.shape[1])), -7, dtype=torch.int32)
     pack_drawn(ids_NQ, logprobs_NQ, code_N, taken_N, out_NX)
     return DrawnRows(torch.cat([out_NX, torch.full((2, out_NX.shape[1]), -7, dtype=torch.int32)]), None)
@@ -55,7 +55,7 @@ def test_a_row_brings_back_every_bit(rows: int) -> None:
 
 
 def test_what_the_host_writes_is_sent_at_once() -> None:
-    """A slot that changes hands before it is sent has what was written last; what the device wrote stays."""
+    """A slot that changes owner before a send holds what was written last; what the device wrote stays."""
     batch = BatchState(3, 10, 2, CPU, mirror=True)
     first, then = (TokenSequence(SharedPrompt(ids), seed, SamplingParams()) for ids, seed in (([1, 2, 3], 7), ([9], 8)))
     slot = batch.open(first, 0, [1])
@@ -82,7 +82,7 @@ def stops(tiny_tokenizer: Tokenizer) -> StopTables:
 
 
 def drafted_slots(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[BatchState, Ints]:
-    """Slots that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
+    """Return a batch whose slots know KNOWN tokens, followed by guesses, with a stop half read; and slots of it."""
     noise = torch.Generator().manual_seed(seed)
     batch = BatchState(COUNT, 40, 4, CPU)
     batch.tokens_BL[:] = torch.randint(0, tokenizer.vocab_size, batch.tokens_BL.shape, generator=noise)
@@ -98,8 +98,7 @@ def drafted_slots(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[B
 def one_by_one(
     batch: BatchState, stops: StopTables, slot: int, drafted: int, ids: list[int]
 ) -> tuple[list[int], int, int]:
-    """What stands of the tokens drawn behind a slot's last one and its drafts, the code of the last, and the state: as
-    they would have been drawn with nobody guessing."""
+    """Return the tokens that stand, the code of the last, and the state, as if drawn one by one without guesses."""
     kept, state_N = [], batch.state_B[slot : slot + 1]
     for column, token in enumerate(ids):
         kept.append(token)
@@ -114,7 +113,7 @@ def one_by_one(
 def test_those_stand_that_would_have_been_drawn_one_by_one(
     drafts: int, tiny_tokenizer: Tokenizer, stops: StopTables
 ) -> None:
-    """By the decoder's walk over rows, and by a device's over columns, of which some are nobody's."""
+    """The decoder's pass over rows agrees, and a device's pass over columns, some of which hold no draft."""
     ends = [tiny_tokenizer.encode_template("x</search>")[-1], tiny_tokenizer.added_tokens["<|endoftext|>"]]
     seen_codes, seen_taken = set(), set()
     for seed in range(8):
@@ -122,7 +121,7 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
         draw = np.random.default_rng(100 + seed)
         drafted_N, ids = draw.integers(0, drafts + 1, len(slot_N)), []
         for slot, count in zip(slot_N, 1 + drafted_N, strict=True):
-            guessed = batch.tokens_BL[slot, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
+            guessed = batch.tokens_BL[slot, KNOWN : KNOWN + count].tolist()  # right guesses, except for some
             ids.append([token if draw.random() < 0.6 else int(draw.choice([*ends, 7])) for token in guessed])
         wanted = [one_by_one(batch, stops, *row) for row in zip(slot_N.tolist(), drafted_N.tolist(), ids, strict=True)]
 
@@ -140,7 +139,7 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
         assert torch.equal(in_place.tokens_BL[others], batch.tokens_BL[others])
         assert torch.equal(in_place.tokens_BL[:, :KNOWN], batch.tokens_BL[:, :KNOWN])
 
-        wide = drafts + 2  # columns behind a sequence's drafts hold true guesses, which count for nothing
+        wide = drafts + 2  # columns after a sequence's drafts hold right guesses, which must not count
         ids_NQ, drafts_NK = torch.zeros(len(ids), 1 + wide, dtype=torch.int64), torch.zeros(len(ids), wide).long()
         for row, slot in enumerate(slot_N.tolist()):
             ids_NQ[row, : len(ids[row])] = torch.tensor(ids[row])
@@ -161,7 +160,7 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
 def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of the head's product, in Triton's interpreter; rows with filters beside them, and turns of every end."""
+    """Fused into the head's product, in Triton's interpreter; some rows have filters; turns end in every way."""
     pytest.importorskip("triton")
     from thresher.kernels import sampling_triton
 

@@ -1,5 +1,5 @@
-"""The block pool against a memory that remembers every write: nothing is lost or counted wrongly, and what is found of
-a sequence's beginning holds exactly that."""
+"""The block pool against a memory that records every write: nothing is lost or miscounted, and a prefix that is found
+has exactly its own contents."""
 
 from collections import Counter
 from random import Random
@@ -24,7 +24,7 @@ class Writer:
 
 
 class Memory:
-    """A pool, slots that hold what was written, and sequences that use them as the decoder does."""
+    """A pool, the written contents of its slots, and sequences that use them as the decoder does."""
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self.pool, self.size = BlockPool(num_blocks, page_size), page_size
@@ -33,7 +33,7 @@ class Memory:
         self.writers: list[Writer] = []
 
     def find(self, ids: list[int], most: int) -> Prefix:
-        """`match`, held to what the blocks hold."""
+        """Return the result of `match_prefix`, checked against the contents of the blocks."""
         found = self.pool.match_prefix(ids, most)
         assert len(found.blocks) * self.size + found.tail_tokens <= most
         assert (found.tail is None) == (found.tail_tokens == 0) and 0 <= found.tail_tokens < self.size
@@ -45,7 +45,7 @@ class Memory:
         return found
 
     def begin(self, ids: list[int]) -> bool:
-        """A new sequence, unless it has to wait or there is no room."""
+        """Begin a new sequence, unless it has to wait or there is no room; return whether it began."""
         found = self.find(ids, len(ids) - 1)
         count = self.pool.blocks_for(len(ids)) - len(found.blocks)
         idle = sum(self.pool.ref_count_P[block] == 0 for block in found.blocks)
@@ -60,7 +60,7 @@ class Memory:
         return True
 
     def write(self, writer: Writer, tokens: int) -> None:
-        """The next tokens go to their slots."""
+        """Write the next tokens to their slots."""
         for at in range(writer.written, min(writer.written + tokens, len(writer.ids))):
             block = writer.blocks[at // self.size]
             assert self.pool.ref_count_P[block] == 1, "written to by one of several owners"
@@ -69,7 +69,7 @@ class Memory:
         self.scheduler.mark_computed(writer.sequence, writer.written)
 
     def grow(self, writer: Writer, ids: list[int]) -> None:
-        """Tokens behind those that are all written, as far as there is room."""
+        """Append tokens after all earlier ones are written, if there is room."""
         self.write(writer, len(writer.ids))
         needed = self.pool.blocks_for(len(writer.ids) + len(ids)) - len(writer.blocks)
         if needed <= self.pool.num_free:
@@ -92,7 +92,7 @@ class Memory:
             assert read == [tuple(writer.ids[: at + 1]) for at in range(writer.written)], "somebody else wrote there"
 
     def kept(self, ids: list[int]) -> Writer:
-        """A sequence that came, wrote and went."""
+        """Return a sequence that began, was written and left, with its tokens kept."""
         writer = self.began(ids)
         self.write(writer, len(ids))
         self.leave(writer, keep=True)
@@ -103,13 +103,13 @@ class Memory:
         return self.writers[-1]
 
     def finds(self, ids: list[int], most: int, owner: Writer, blocks: int, tail: int = 0, wait: bool = False) -> None:
-        """What is found are the first `blocks` of `owner`, and `tail` slots of its next one."""
+        """Check that the first `blocks` of `owner` are found, and `tail` slots of its next one."""
         found = self.find(ids, most)
         last = owner.blocks[blocks] if tail else None
         assert found == Prefix(owner.blocks[:blocks], found.last, last, tail, wait), (ids, most)
 
 
-# What: begin, write, grow, leave with and without its tokens kept, look something up. Then random tokens' seed.
+# Operation: begin, write, grow, leave without or with its tokens kept, find. Then which sequence, and a seed.
 OPERATION = st.tuples(st.sampled_from("bbbwggglkkf"), st.integers(0, 50), st.integers(0, 10**6))
 
 
@@ -118,7 +118,7 @@ OPERATION = st.tuples(st.sampled_from("bbbwggglkkf"), st.integers(0, 50), st.int
 def test_what_is_found_is_right_and_nothing_is_lost(
     num_blocks: int, page_size: int, letters: int, operations: list[tuple[str, int, int]]
 ) -> None:
-    """Few letters, so that beginnings agree often, and break off within a block."""
+    """Few letters, so that prefixes often agree and end within a block."""
     memory = Memory(num_blocks, page_size)
     for what, which, seed in operations:
         rng = Random(seed)
@@ -159,8 +159,8 @@ def test_all_that_is_known_of_a_beginning_is_found(memory: Memory) -> None:
     memory.finds([1, 2], 2, first, 0, 2)
     memory.finds([1, 0, 3, 4], 4, first, 0, 1)
     memory.finds([2, 3, 4], 3, first, 0)
-    memory.finds([5, 6, 7, 8], 4, first, 0)  # known, but behind other tokens
-    # A newcomer shares full blocks and copies the broken one.
+    memory.finds([5, 6, 7, 8], 4, first, 0)  # known, but after other tokens
+    # A new sequence shares full blocks and copies the partial one.
     second = memory.began([1, 2, 3, 4, 5, 6, 0])
     assert second.blocks[:1] == first.blocks[:1] and second.blocks[1] not in first.blocks and second.written == 6
     memory.write(second, 1)
@@ -193,7 +193,7 @@ def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
 
     assert remember([1, 2], a) == [a] and remember([1], b) == [a]
     assert remember([1, 2, 3, 4], b, c) == [b, c]
-    # Now the same is known of a as of b, and who follows a's node has c behind it.
+    # Block a now covers the same tokens as b, and a sequence that follows a's node finds c after it.
     assert remember([1, 2, 3], a) == [a] and remember([1, 2, 3, 4, 5], d, c) == [a, c]
     found = pool.match_prefix([1, 2, 3, 4, 5], 5)
     assert (found.blocks, found.tail) == ([a], c)
@@ -222,7 +222,7 @@ def test_what_its_writer_left_unwritten_is_forgotten(memory: Memory) -> None:
         memory.leave(writer, keep)
         memory.finds(ids, 9, writer, 1, tail)
     memory.pool.drop_unready([memory.find(ids, 9).last])
-    memory.finds(ids, 9, writer, 1, 2)  # what is there is not forgotten with the rest
+    memory.finds(ids, 9, writer, 1, 2)  # the ready block is not forgotten
     memory.check()
 
 
@@ -244,10 +244,10 @@ def test_who_gave_up_first_goes_first_and_of_each_the_end() -> None:
     memory = Memory(1 + 5, 2)
     first, second = memory.kept([1, 2, 3, 4]), memory.kept([5, 6, 7, 8])
     for left in ([2, 2], [1, 2], [0, 2], [0, 1], [0, 0]):
-        memory.pool.allocate(1)  # the first time one of which nothing was known
+        memory.pool.allocate(1)  # the first time a block of unknown contents
         for writer, count in zip((first, second), left, strict=True):
             memory.finds(writer.ids, 4, writer, count)
-    # Who is asked for again goes last.
+    # A sequence that is used again is evicted last.
     memory = Memory(1 + 4, 2)
     first, second = memory.kept([1, 2, 3, 4]), memory.kept([5, 6, 7, 8])
     memory.pool.add_ref(first.blocks)

@@ -1,4 +1,4 @@
-"""Laps: the host's seconds on a CPU, and on CUDA the time between two events that is asked for when it has passed."""
+"""Laps: on a CPU the host's seconds, on CUDA the time between two events, which is read once it has passed."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from thresher.policy.tokenizer import Tokenizer
 
 
 class Gpu:
-    """A queue of work and events. The host is ahead of it, until somebody waits: then all has been done."""
+    """A queue of work and events. The host runs ahead of it until it waits; then all work is done."""
 
     def __init__(self) -> None:
-        self.now, self.reached = 0.0, 0.0  # milliseconds: when the queue will be empty, and what is known to be done
+        self.now, self.reached = 0.0, 0.0  # ms: when the queue will be empty, and up to when it is known to be done
 
     def event(self, enable_timing: bool = False) -> "FakeEvent":
         assert enable_timing
@@ -78,7 +78,7 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
     tiny_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done what was read back and no more."""
+    """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done only what was read back."""
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     module = __import__(kind.__module__, fromlist=["CudaTimer"])
     monkeypatch.setattr(module, "CudaTimer", lambda device: CudaTimer(torch.device("cuda")))
@@ -93,7 +93,7 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
 
     monkeypatch.setattr(Policy, "hidden", forward)
     decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4, speculate=speculate)
-    # What the GPU has done when a step's draws are read: on its own decoder, up to that step's launch.
+    # The work that the GPU has done when a step's draws are read: with its own decoder, up to that step's launch.
     launch, read, sample, times = BucketStep.launch, PendingStep.read, Decoder._sample_rows, list[float]()
 
     def launched(step: BucketStep) -> Any:

@@ -1,4 +1,4 @@
-"""The decoder: a sequence is the same, bit for bit, whoever else runs and however much of it was computed by others."""
+"""The decoder: a sequence is the same, bit for bit, whatever else runs and however much of it others computed."""
 
 import os
 from dataclasses import replace
@@ -35,12 +35,12 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 FUZZED = int(os.environ.get("THRESHER_FUZZ", "150"))  # sequences
-AT_ONCE = 25  # of which so many share a decoder
+AT_ONCE = 25  # of which this many share a decoder
 
 
 @pytest.fixture
 def writer(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Policy:
-    """The tiny policy, whose end of text is a token that it writes now and then only."""
+    """Return the tiny policy with an end-of-text token that it writes only now and then."""
     return lasting(tiny_policy, tiny_tokenizer)
 
 
@@ -51,7 +51,7 @@ def lasting(policy: Policy, tokenizer: Tokenizer) -> Policy:
 
 @pytest.fixture(scope="module")
 def world(tiny_tokenizer: Tokenizer) -> tuple[list[list[int]], list[Plan]]:
-    """Sequences of all sorts, and some that begin short and grow long."""
+    """Return sequences of all kinds, some of which begin short and grow long."""
     prompts, plans = random_world(Random(3), tiny_tokenizer.vocab_size, 30)
     return [*prompts, [5, 6, 7]], plans + [
         Plan(prompt=len(prompts), seed=seed, turns=(TurnPlan(room=70), TurnPlan(room=9, appended=((5, 6, 7),))))
@@ -92,8 +92,8 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it_and_in_whatever_pieces_it
     expected: list[Record],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """num_blocks 0: as few as a decoder takes and two more, so that sequences are sent back again and again. rows: of a
-    forward, at most; 0: as many as usual."""
+    """num_blocks 0: the fewest that a decoder accepts, plus two, so that it preempts sequences again and again. rows:
+    the limit per forward; 0: the default."""
     needs_invariant_policy(writer)
     small = change.get("num_blocks") == 0
     if small:
@@ -106,7 +106,7 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it_and_in_whatever_pieces_it
     assert (clock.preemptions > 5) == small and (not rows or clock.forward_rows / clock.forwards < max(rows, 2 * 64))
     assert clock.shared_tokens > 500 if change.get("reuse", True) else clock.shared_tokens == 0
     assert nobody_owns_a_block(decoder)
-    # Again, and in another order: nothing of the last time is left.
+    # Play again in another order: no state of the first time is left.
     prompts, plans = world
     assert play(decoder, prompts, plans[::-1]) == expected[::-1]
 
@@ -114,7 +114,7 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it_and_in_whatever_pieces_it
 @pytest.mark.parametrize("page_size", [32, 64])
 @pytest.mark.fast_cases(1)
 def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokenizer: Tokenizer) -> None:
-    """All of them come to need a second block at once, and there is one too few."""
+    """All sequences need a second block at once, and there is one block too few."""
     needs_invariant_policy(writer)
     rng = Random(page_size)
     prompts = [[rng.randrange(tiny_tokenizer.vocab_size) for _ in range(page_size - 4)] for _ in range(5)]
@@ -126,7 +126,7 @@ def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokeniz
 
 
 def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
-    """Of sequences with turns and appended text, some of them sent back and computed again."""
+    """Sequences have turns and appended text; some are preempted and computed again."""
     rng = Random(5)
     prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 25)
     plans = [replace(plan, draw=SamplingParams(rng.choice((0.0, 0.7, 1.0)))) for plan in plans]
@@ -149,8 +149,8 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
 def test_fuzzed_sequences_are_what_they_are_alone(
     writer: Policy, tiny_tokenizer: Tokenizer, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """THRESHER_FUZZ says how many. Lengths, siblings, shared beginnings, turns, pauses, filters, drafts, few blocks.
-    Where there are 3 drafts, they are an adversary's, who knows what will be written."""
+    """THRESHER_FUZZ sets the number of sequences. They vary in lengths, siblings, shared prefixes, turns, pauses,
+    filters, drafts and blocks. Where there are 3 drafts, the drafter is an adversary that knows the tokens to come."""
     needs_invariant_policy(writer)
     preempted = 0
     for start in range(0, count, AT_ONCE):
@@ -193,7 +193,7 @@ def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
     tiny_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One column of one row, at the third step of many: in whichever decoder, however it draws."""
+    """One logit of one row, at the third of many steps, in either decoder, with every way to draw."""
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     real, calls = sampling.head_logits, 0
 
@@ -221,7 +221,7 @@ def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
 def test_a_decoder_that_met_nan_decodes_again_as_one_that_never_did(
     tiny_policy: Policy, make_tiny_policy: Any, tiny_tokenizer: Tokenizer
 ) -> None:
-    """The cache of a CPU is kept from call to call, but not with NaN in slots that attention multiplies by 0."""
+    """A CPU decoder keeps its cache between calls, but not NaN in slots that attention multiplies by 0."""
     prompts = [tiny_tokenizer.encode("Who is the mayor of the town?"), tiny_tokenizer.encode("Who?")]
     plans = [Plan(prompt=number, seed=number, turns=(TurnPlan(room=5),)) for number in range(2)]
     sizes: dict[str, Any] = {"num_blocks": 40, "page_size": 64, "max_running": 4}

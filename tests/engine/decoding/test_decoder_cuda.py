@@ -1,5 +1,5 @@
-"""Decoding as a GPU does it: the results of the ordinary decoder up to rounding, though steps are launched before the
-last one is read; and a step that is a function of its buffers, which a CUDA graph may hold.
+"""Decoding as on a GPU: its results are the ordinary decoder's up to rounding, although a step is launched before the
+last one is read; and a step is a function of its buffers, so that a CUDA graph can hold it.
 
 Where there is a GPU, all this runs on it, with its kernels and graphs, and is compared with a CPU's results.
 """
@@ -57,34 +57,34 @@ needs_cuda = pytest.mark.skipif(not CUDA, reason="graphs are captured on a GPU")
 
 
 def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> DeviceDecoder:
-    """On the GPU, where there is one: in graphs, beside results of the policy on the CPU."""
+    """Return a decoder on the GPU, if there is one. Its graphs are compared with results of the policy on the CPU."""
     return DeviceDecoder(policy, tokenizer, **{"num_blocks": 400, "page_size": 16, "max_running": 64, **changes})
 
 
 @pytest.fixture(autouse=True)
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch reference in the place of attention's kernels: the interpreter would take minutes."""
+    """Replace attention's kernels by the torch reference, because the interpreter would take minutes."""
     if not CUDA:
         monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
 
 
 @pytest.fixture
 def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
-    """The taught policy, on the GPU where there is one. There its heads have 16 dimensions, the fewest that the kernels
-    serve."""
+    """Return the taught policy, on the GPU if there is one. There its heads have 16 dimensions, the fewest that the
+    kernels support."""
     return make_tiny_policy(**({"hidden_size": 64} if CUDA else {})).to(DEVICE)
 
 
 @pytest.fixture
 def endless(tiny_policy: Policy) -> Policy:
-    """The tiny policy without an end of text."""
+    """Return the tiny policy without an end-of-text token."""
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     return tiny_policy
 
 
 @pytest.fixture
 def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Random, list[list[int]]], None]:
-    """Every decoder that drafts has an adversary for a drafter, which knows what will be written."""
+    """Give every decoder that drafts an adversary as its drafter, which knows the tokens to come."""
 
     def set_up(rng: Random, written: list[list[int]]) -> None:
         monkeypatch.setattr(decoder_module, "Drafter", Adversary)
@@ -128,9 +128,9 @@ def test_whatever_is_asked_and_guessed_the_results_are_those_of_one_sequence_at_
     agreeing: Callable[..., DeviceDecoder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Turns that end, by a stop, the end of text or their room, within guesses; sequences that have to go; filters."""
+    """Turns end within guesses, by a stop, the end of text or their room; some are preempted, some have filters."""
     rng, vocab = Random(seed), tiny_tokenizer.vocab_size
-    if seed % 3 == 0:  # some new rows are too many for a step of buffers
+    if seed % 3 == 0:  # some prefills have too many new rows for a buffered step
         monkeypatch.setattr(decoder_cuda, "PREFILL_ROWS", (4, 16))
         monkeypatch.setattr(decoder_cuda, "PREFILL_RUNS", 3)
         monkeypatch.setattr(PrefillStep, "captured_at", 2)
@@ -144,12 +144,12 @@ def test_whatever_is_asked_and_guessed_the_results_are_those_of_one_sequence_at_
     for changes in ({}, full, {"reuse": False, "share_prefix": bool(seed % 2)}):
         clock = agreeing(prompts, plans, rng, speculate=speculate, **changes).clock
         assert speculate == 0 or 0 < clock.accepted_tokens < clock.drafted_tokens
-    # Which others are played, and how often, is decided by the tokens, which depend on the CPU.
+    # Which other sizes are played, and how often, depends on the tokens, which depend on the CPU.
     assert set(played) >= {4, 16} if seed % 3 == 0 else played
 
 
 def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:
-    """Two sequences in as many blocks as they fill: a guess beyond them sends nobody away."""
+    """Two sequences in exactly the blocks that they fill: a draft beyond them preempts neither."""
     prompts, plans = [[1] * 15, [2] * 15], [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=17),)) for n in (0, 1)]
     for spare, sent in ((2, False), (1, True)):
         size = blocks(prompts, plans, spare)
@@ -186,7 +186,7 @@ def test_few_new_rows_wait_while_others_decode(
 def test_new_rows_that_keep_a_gpu_busy_for_longer_than_launches_fill_no_bucket(
     endless: Policy, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [[n + 1] * 40 * (n + 1) for n in range(4)]  # 39 rows to 159, in one forward each
+    prompts = [[n + 1] * 40 * (n + 1) for n in range(4)]  # 39 to 159 rows, each in one forward
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=2),), arrive=20 * n) for n in range(4)]
     weights = sum(weight.numel() for weight in endless.parameters())
     monkeypatch.setattr(decoder_cuda, "PREFILL_ROWS", (128, 256))
@@ -202,7 +202,7 @@ def test_who_has_to_go_takes_along_what_was_under_way(endless: Policy, agreeing:
 
 
 def test_a_token_too_many_is_discarded_and_counted(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    """A turn that its stop ends is found out one step late; one that its room ends is not."""
+    """A turn's end by its stop is detected one step late; an end by its room is not."""
     for turn in (TurnPlan(room=40, stop=("e", "a", "i")), TurnPlan(room=5)):
         plans = [SequencePlan(prompt=0, seed=n, turns=(turn,)) for n in range(8)]
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
@@ -215,7 +215,7 @@ def test_a_token_too_many_is_discarded_and_counted(tiny_policy: Policy, tiny_tok
 def test_an_interrupt_reads_what_is_pending_and_the_next_run_goes_on_behind_it(
     speculate: int, endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
 ) -> None:
-    """After 9 steps the first sequence's last token is pending, others are in the middle of a turn, one waits."""
+    """After 9 steps the first sequence's last token is pending, others are in mid-turn, and one waits."""
     rooms, left, pending = [9, 30, 40, 50], list(range(4)), 0
     prompts = [[n + 1] * 30 for n in left]
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=room),)) for n, room in enumerate(rooms)]
@@ -252,14 +252,14 @@ def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_laun
     tiny_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On "auto", where none pays, a few times and then every PAUSE steps; where they are wanted, always. Whatever is
-    written, a guess is found where they are wanted alone."""
+    """On "auto", if no draft pays, drafts are looked up a few times and then every PAUSE steps. If drafts are
+    requested, they are looked up in every step. Whatever the tokens, a draft is found only if drafts are requested."""
     assert PATIENCE == 4 and PAUSE == 16
     events: list[str] = []
     launch, read = BucketStep.launch, decoder_cuda.PendingStep.read
 
     def nearest(source: Any, slot_N: Any, length_N: Any, tokens_BL: Any, known_N: Any, tokens: int) -> Any:
-        return np.full(len(slot_N), 0 if speculate == 2 and tokens == 3 else -1)  # 3: in the own context
+        return np.full(len(slot_N), 0 if speculate == 2 and tokens == 3 else -1)  # 3: in its own context
 
     monkeypatch.setattr(speculative, "_nearest", nearest)
     monkeypatch.setattr(BucketStep, "launch", lambda step: events.append("launch") or launch(step))
@@ -269,7 +269,7 @@ def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_laun
     assert bool(decoder.clock.drafted_tokens) == (speculate == 2)
     pending = [events[:at].count("launch") - events[:at].count("read") for at in range(len(events))]
     found = [before == 0 for before, event in zip(pending, events, strict=True) if event == "launch"]
-    found.pop()  # there is no room for a guess then
+    found.pop()  # there is no room for a draft then
     assert found == [step in waiting for step in range(1, len(found) + 1)]
     assert events.count("launch") == events.count("read")
     assert speculate != 0 or events == ["launch", *["launch", "read"] * 39, "read"]
@@ -307,7 +307,7 @@ def test_what_is_streamed_is_what_was_written(
 def test_on_the_kernels_themselves(
     speculate: int, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill over history, decoding, a prefix that two share, and drafts, in Triton."""
+    """Prefill over history, decoding, a prefix shared by two sequences, and drafts, in Triton."""
     pytest.importorskip("triton")
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: True)
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
@@ -323,7 +323,7 @@ def test_on_the_kernels_themselves(
 def test_as_sequences_end_every_bucket_takes_its_turn(
     count: int, endless: Policy, agreeing: Callable[..., DeviceDecoder]
 ) -> None:
-    """The first sixteen sequences stay longest, and go one by one."""
+    """The first sixteen sequences run longest and end one by one."""
     prompts = [[n + 1, n] for n in range(count)]
     rooms = [3 + (count - n) // 12 if n >= 16 else 3 + count // 12 + 16 - n for n in range(count)]
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=room),)) for n, room in enumerate(rooms)]
@@ -358,8 +358,7 @@ def test_after_an_update_the_results_are_those_of_the_new_weights(
 
 @pytest.fixture
 def running(endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]) -> Callable[..., DeviceDecoder]:
-    """running(count, drafts, siblings=1, draw=PLAIN) -> a decoder with so many sequences under way, of which
-    `siblings` share a prompt."""
+    """running(count, drafts, siblings=1, draw=PLAIN) -> a decoder with `count` sequences, `siblings` to a prompt."""
 
     def make(count: int, drafts: int, siblings: int = 1, draw: SamplingParams = PLAIN) -> DeviceDecoder:
         guessing(Random(count), [])
@@ -383,7 +382,7 @@ def running(endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., 
 def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
     drafts: int, running: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Apart from the kernels, which stand-ins replace: their grids follow from shapes."""
+    """Except for the kernels, which stand-ins replace; their grids follow from shapes."""
     monkeypatch.setattr(decoder_cuda.sampling, "draw_in_blocks", lambda *_: None)
     monkeypatch.setattr(decoder_cuda, "decode_attention", lambda q_BQND, *_: q_BQND)
     monkeypatch.setattr(decoder_cuda, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
@@ -394,8 +393,8 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
         assert step.size == bucket_of(count) and len(step.row_Q) == 1 + drafts
         found.append(ops(step.run))
         if CUDA:
-            torch.cuda.synchronize()  # it ran on another stream than the decoder's, whose memory may be freed from here
-        # On a GPU a scalar that `where` takes is a tensor, which a launch fills.
+            torch.cuda.synchronize()  # it ran on a stream other than the decoder's, whose memory may be freed from here
+        # On a GPU a scalar operand of `where` is a tensor, which a launch fills.
         read_or_sent = ("_local_scalar_dense", "lift_fresh", *(() if CUDA else ("scalar_tensor",)))
         assert not [name for name in found[-1] if any(word in name for word in read_or_sent)]
     assert found[0] == found[1], "as many operations for 13 sequences as for 3"
@@ -415,7 +414,7 @@ def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[...,
     step.packed_BX.zero_()
     step.run()
     assert torch.equal(step.packed_BX, first[0])
-    # Of the spare slot's rows several may write to one place.
+    # Several rows of the spare slot may write to the same place.
     assert all(torch.equal(x[:-1], y[:-1]) for x, y in zip(kept[:2], first[1][:2], strict=True))
     unused = sorted(set(range(len(batch.known_B) - 1)) - set(slots_of(decoder)))
     assert torch.equal(batch.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare slot alone"
@@ -424,7 +423,7 @@ def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[...,
 def test_a_small_cache_and_its_steps_outlive_a_run(
     endless: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights may change between two runs; a run afterwards is that of a decoder made for these weights."""
+    """Weights may change between two runs; the second run is that of a decoder made for the new weights."""
     prompts = [[n + 1] * (20 + n) for n in range(5)]
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=25),)) for n in range(5)]
     kept, freed = (make_device_decoder(endless, tiny_tokenizer) for _ in range(2))
@@ -445,7 +444,7 @@ def test_a_small_cache_and_its_steps_outlive_a_run(
 
 
 def test_steps_are_made_anew_for_other_weights_rules_and_lengths(endless: Policy, tiny_tokenizer: Tokenizer) -> None:
-    """Where a tensor that a graph reads is replaced. Rules are read at replay: new values need no new step."""
+    """A step is made anew if a tensor that its graph reads is replaced, and for another temperature."""
     decoder = make_device_decoder(endless, tiny_tokenizer)
     prompts, one = [[1] * 20], (TurnPlan(room=9),)
     play(decoder, prompts, [SequencePlan(prompt=0, seed=0, turns=one)])
@@ -483,7 +482,7 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
     running: Callable[..., DeviceDecoder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A bucket with one row of padding, where there is room for it."""
+    """The bucket has one row of padding, if there is room for it."""
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     endless.to(dtype)
     count = max(size - 1, 1)
@@ -507,13 +506,13 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
         step.packed_BX.zero_()
         run()
         tokens_BL, state_B, k_LPKSD, v_LPKSD = (x.clone() for x in kept)
-        # Of the spare slot's rows several may write to one place.
+        # Several rows of the spare slot may write to the same place.
         found.append([step.packed_BX[:count].clone(), tokens_BL[:-1], state_B[:-1], k_LPKSD, v_LPKSD])
     eager, *replayed = found
     assert not torch.equal(eager[1], before[0][:-1]), "nothing was drawn"
     for one in replayed:
         for ours, theirs in zip(one, eager, strict=True):
-            # As bytes: what was never written may be NaN.
+            # Compared as bytes, because memory that was never written may be NaN.
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 

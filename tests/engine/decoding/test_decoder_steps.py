@@ -1,7 +1,7 @@
-"""What a step costs the host: between the ends of turns as much for 64 sequences as for 4, and one look at the device.
+"""The host's cost of a step: between ends of turns the same for 64 sequences as for 4, with one read from the device.
 
-Without drafts. A CPU's own way to draw (kernels/sampling.py) asks for arrays as often as it likes; what is held
-to one reading is the step with the way of every other device.
+Without drafts. A CPU's own way to draw (kernels/sampling.py) may read arrays as often as it likes; the limit of one
+read applies to the way of every other device.
 """
 
 import sys
@@ -30,7 +30,7 @@ Counts = Counter[Any]
 
 @pytest.fixture
 def steady(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Callable[..., Decoder]:
-    """make(count, siblings, mixed): a decoder in the middle of its turns. mixed: rules and stops differ."""
+    """make(count, siblings, mixed): a decoder in the middle of its turns. mixed: sampling rules and stops differ."""
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
 
     def make(count: int, siblings: bool = False, mixed: bool = True) -> Decoder:
@@ -51,8 +51,8 @@ def steady(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Callable[..., Deco
 
 
 def lines(step: Callable[[], Any]) -> Counts:
-    """How often each line of Python is reached, a comprehension's once for each turn of it; but for hypothesis's, which
-    the garbage collector calls at any time."""
+    """Count how often each line of Python runs, a comprehension's once per iteration. Lines of hypothesis are left out,
+    because the garbage collector calls it at any time."""
     counts: Counts = Counter()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -80,7 +80,7 @@ def way_to_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_a_step_of_64_sequences_is_as_many_operations_as_one_of_4(
     siblings: bool, mixed: bool, steady: Callable[..., Decoder], way_to_draw: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if siblings:  # 64 are more than a product takes, so that a copy pays, and 4 are not: a choice, not a loop
+    if siblings:  # 64 are more than one product takes, so that a copy pays, and 4 are not: a choice, not a loop
         monkeypatch.setattr(paged_cpu, "COPY", -1)  # as if it cost nothing
     few, many = (steady(count, siblings, mixed) for count in (4, 64))
     few_ops, many_ops = ops(few.step), ops(many.step)
@@ -116,7 +116,7 @@ def counted(counts: Counts, name: str, function: Any) -> Any:
 
 
 def test_what_ends_is_all_that_is_looped_over(steady: Callable[..., Decoder]) -> None:
-    """A step in which one turn ends costs the same few operations more, whoever else runs."""
+    """A step in which one turn ends costs the same few extra operations, however many sequences run."""
     extra = []
     for count in (4, 64):
         decoder = steady(count)

@@ -1,5 +1,5 @@
-"""Turns of a decoder's sequences: what ends one, what comes between two, and who may go. Where a test needs to know
-what is written, `script` forces the ids."""
+"""Turns of a decoder's sequences: what ends a turn, what comes between two, and when a sequence may leave. Where a test
+needs to know the tokens, `script` forces the ids."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def start(decoder: Decoder, seed: int, room: int = 40, stop: tuple[str, ...] = (
 
 
 def until(decoder: Decoder, *sequences: TokenSequence) -> None:
-    """Step until the turns of all of these have ended."""
+    """Step until the turns of all these sequences have ended."""
     left = set(sequences)
     for _ in range(300):
         left -= set(decoder.step())
@@ -43,7 +43,7 @@ def until(decoder: Decoder, *sequences: TokenSequence) -> None:
 
 TEXT = f"Anna <search>Bell</search> has{EOS}"
 STOPPED = "abc</search>"
-# text, stops, tokens that its room is short of it; finish, what is written, bytes behind the stop
+# text, stops, tokens by which its room falls short of it; finish, text written, bytes after the stop
 ENDS: list[tuple[str, tuple[str, ...], int, str, str, bytes]] = [
     (TEXT, ("</search>",), 0, "stop", "Anna <search>Bell</search>", b""),
     (TEXT, ("<search>", "</search>"), 0, "stop", "Anna <search>", b""),
@@ -61,7 +61,7 @@ ENDS: list[tuple[str, tuple[str, ...], int, str, str, bytes]] = [
 def test_a_turn_ends_at_its_stop_at_the_end_of_text_or_when_its_room_is_full(
     decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
 ) -> None:
-    """Side by side, each with stops of its own: a stop of one sequence does not end another."""
+    """The sequences run side by side, each with its own stops: a stop of one does not end another."""
     script({seed: [text] for seed, (text, *_) in enumerate(ENDS)})
     ids = [tiny_tokenizer.encode_template(text) for text, *_ in ENDS]
     sequences = [start(decoder, seed, len(ids[seed]) - short, stop) for seed, (_, stop, short, *_) in enumerate(ENDS)]
@@ -89,7 +89,7 @@ def test_a_stop_does_not_reach_from_one_turn_into_the_next(
 
 
 def send_back(decoder: Decoder) -> TokenSequence:
-    """The youngest gives its blocks up, as when there are none left."""
+    """Preempt the youngest sequence, as if there were no blocks left."""
     sequence = decoder.scheduler.preempt()
     decoder._leave(sequence, keep=False)
     return sequence
@@ -131,7 +131,7 @@ def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
 def test_who_goes_in_the_middle_of_its_prompt_holds_nobody_up(
     sent_back: bool, max_running: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that waited for it compute the rest themselves: siblings, and one that begins alike."""
+    """Sequences that waited for it compute the rest themselves: siblings, and one with the same prefix."""
     needs_invariant_policy(tiny_policy)
     monkeypatch.setattr(decoder_module, "FORWARD_ROWS", 8)
     ids = [50 + n % 30 for n in range(60)]
@@ -184,7 +184,7 @@ def test_a_cache_that_could_never_hold_a_sequence_is_refused_at_once(
 def test_the_clock_counts_what_was_done(
     decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
 ) -> None:
-    """Three siblings of one prompt, one of them with a second turn behind appended text."""
+    """Three siblings of one prompt, one of them with a second turn after appended text."""
     script({seed: ["abcdefgh" * 4] for seed in range(3)})
     prompt = SharedPrompt(list(range(40, 60)))
     sequences = [TokenSequence(prompt, seed, SamplingParams()) for seed in range(3)]

@@ -1,4 +1,4 @@
-"""Every family through both decoders: what shares a batch, a prefix or the cache changes nothing but rounding."""
+"""Every family in both decoders: sharing a batch, a prefix or the cache changes results only by rounding."""
 
 from copy import deepcopy
 from random import Random
@@ -60,7 +60,7 @@ def test_results_are_those_of_one_sequence_at_a_time(
     wanted = alone(policy, tiny_tokenizer, prompts, plans)
     sizes = {"num_blocks": blocks(prompts, plans, 3), "page_size": 16, "max_running": 5}
     make = DeviceDecoder if device else make_decoder
-    if device and torch.cuda.is_available() and policy.config.head_dim >= 16:  # the least that the kernels serve
+    if device and torch.cuda.is_available() and policy.config.head_dim >= 16:  # the kernels' minimum
         policy = deepcopy(policy).to("cuda")
     found = play(make(policy, tiny_tokenizer, **sizes), prompts, plans)
     assert sum(len(turn[0]) for record in wanted for turn in record) > 20

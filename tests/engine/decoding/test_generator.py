@@ -1,4 +1,4 @@
-"""The Generator's requests: whose noise is whose, and every wrong value ends in one sentence before anything runs."""
+"""The Generator's requests: the noise of each, and wrong values, which all end in one sentence before anything runs."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,7 +16,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards import UserError, contains_answer, exact_match, f1_score, group_advantages, normalize_answer
 
-HUGE = 10**5000  # which Python does not write out
+HUGE = 10**5000  # Python does not print it
 NAN, INF = float("nan"), float("inf")
 
 
@@ -26,13 +26,13 @@ def generator(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Generator:
 
 
 def seeds_of(generator: Generator, *seeds: int | None, n: int = 3) -> list[tuple[int, ...]]:
-    """The noise of each request's samples, of one call with requests of these seeds."""
+    """Return the noise seeds of each request's samples, for one call with requests of these seeds."""
     requests = [GenerateRequest(prompt_ids=[5], n=n, max_new_tokens=1, seed=seed) for seed in seeds]
     _, asked = generator._begin(requests)
     return [tuple(sample.seed for sample in samples) for _, samples in asked]
 
 
-# whose noise is whose
+# noise
 
 
 def test_requests_without_a_seed_have_noise_of_their_own_in_every_call(
@@ -42,18 +42,18 @@ def test_requests_without_a_seed_have_noise_of_their_own_in_every_call(
     every = [seed for call in calls for samples in call for seed in samples]
     assert len(set(every)) == len(every) == 3 * 4 * 3
     again = Generator(tiny_policy, tiny_tokenizer)
-    assert [seeds_of(again, None, None, None, None) for _ in range(3)] == calls  # a program that is run again
+    assert [seeds_of(again, None, None, None, None) for _ in range(3)] == calls  # as when a program is run again
     assert not set(every) & {seed for samples in seeds_of(generator, *range(40)) for seed in samples}
 
 
 def test_a_seed_decides_a_requests_noise_alone(generator: Generator) -> None:
-    """Not its place, its company, the number of its samples, nor what the Generator was given before."""
+    """The noise depends neither on the request's position, other requests, the number of samples nor earlier calls."""
     (first,) = seeds_of(generator, 7)
     assert seeds_of(generator, None, 7, 8, 7)[1::2] == [first, first]
     assert seeds_of(generator, 7, n=5)[0][:3] == first
     several = seeds_of(generator, *range(50))
     assert len({seed for samples in several for seed in samples}) == 150
-    # A seed in one request's place moves no other's noise.
+    # A seed on one request does not change the noise of another.
     fresh = [Generator(generator.policy, generator.tokenizer) for _ in range(2)]
     assert seeds_of(fresh[0], None, None, None)[2] == seeds_of(fresh[1], None, 7, None)[2]
 
@@ -77,7 +77,7 @@ def request(**changes: Any) -> list[GenerateRequest]:
 
 
 def each(name: str, values: Iterable[Any], message: str, **others: Any) -> list[tuple[dict[str, Any], str]]:
-    """A row of a table for each value: the changes, and the message."""
+    """Return a row of a table for each value: the changes, and the message."""
     return [({name: value, **others}, message) for value in values]
 
 
@@ -149,7 +149,7 @@ def test_what_is_no_list_of_requests_is_refused(generator: Generator) -> None:
 
 
 def test_values_that_count_as_whole_numbers_are_taken(generator: Generator) -> None:
-    """NumPy's and torch's integers, and an integer for a temperature."""
+    """NumPy's and torch's integers are accepted, and an integer as a temperature."""
     plain = request(top_k=3, n=2, seed=4, temperature=1, max_new_tokens=3)
     others = {"top_k": np.int64(3), "n": np.int32(2), "seed": torch.tensor(4), "max_new_tokens": np.uint8(3)}
     others |= {"prompt_ids": np.array([5, 6]), "temperature": np.float32(1)}

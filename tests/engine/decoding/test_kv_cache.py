@@ -1,4 +1,4 @@
-"""The tensors of the cache: a step writes its rows where they belong and nowhere else, and a copy of a block is one."""
+"""The cache's tensors: a step writes its rows to their slots and nowhere else, and a copied block equals its source."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
 
 
 def step_of(cache: PagedKV, *runs: tuple[int, int, int]) -> PagedStep:
-    """Runs of (row of the table, first position, count)."""
+    """Return a step with runs of (row of the table, first position, count)."""
     table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     return PagedStep(cache, TABLE_BP, QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N))
 
 
 def fed(cache: PagedKV, step: PagedStep, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random keys and values of every row, after they were written."""
+    """Write random keys and values for every row; return them."""
     rows, (_, _, kv_heads, dim, _) = len(step.positions_T), cache.k_LPKDS.shape
     k, v = torch.randn(2, rows, kv_heads, dim, generator=torch.Generator().manual_seed(rows))
-    still = rope_table(torch.zeros_like(step.positions_T), dim, 1e4, torch.float32)  # turns nothing
+    still = rope_table(torch.zeros_like(step.positions_T), dim, 1e4, torch.float32)  # rotates nothing
     step(layer, torch.cat([torch.ones(rows, cache.shape.heads, dim), k, v], 1), still, kv_heads)
     return k, v
 
@@ -44,7 +44,7 @@ def test_a_step_writes_nothing_but_its_own_slots() -> None:
         assert torch.equal(cache.k_LPKDS[1, block, :, :, slot], k[row])
         assert torch.equal(cache.v_LPKSD[1, block, :, slot], v[row])
     others = ~mine
-    others[0] = False  # where rows that fill the step up go
+    others[0] = False  # block 0 takes the padding rows
     assert (cache.k_LPKDS[1].permute(0, 3, 1, 2)[others] == 7).all()
     assert (cache.v_LPKSD[1].transpose(1, 2)[others] == -7).all()
     assert (cache.k_LPKDS[0] == 7).all() and (cache.v_LPKSD[0] == -7).all(), "another layer"

@@ -1,4 +1,4 @@
-"""The scheduler with a real block pool: the oldest first, nobody starves, nobody computes what another is about to."""
+"""The scheduler with a real block pool: oldest first, no starvation, no sequence computes what another is about to."""
 
 from random import Random
 
@@ -10,8 +10,8 @@ from thresher.engine.decoding.scheduler import SamplingParams, Scheduler, Shared
 
 
 class Simulation:
-    """What the decoder does with scheduler and pool, without a model: every step each running sequence is fed up to
-    `rows` tokens, and one that has been fed whole writes one more."""
+    """The decoder's use of scheduler and pool, without a model. In every step each running sequence is fed up to `rows`
+    tokens, and one that has been fed completely writes one more."""
 
     def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True, rows: int = 100) -> None:
         self.pool, self.rows = pool, rows
@@ -48,7 +48,7 @@ class Simulation:
         self.leave(sequence)
 
     def step(self) -> list[TokenSequence]:
-        """Those that have written all they had room for; they go on running."""
+        """Take a step; return the sequences that have used up their room. They keep running."""
         self.admit()
         while self.wanted() > self.pool.num_free:
             oldest = self.scheduler.running[0]
@@ -95,7 +95,7 @@ class Simulation:
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(st.data())
 def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
-    """From a pool that holds the longest alone to plenty; requests come at any time, some of them alike."""
+    """The pool ranges from enough for the longest sequence alone to plenty; requests come at any time, some alike."""
     page, rows = data.draw(st.integers(1, 5), label="page"), data.draw(st.integers(1, 20), label="rows")
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=9))
     longest = max(prompt + room for prompt, room in lengths)
@@ -104,7 +104,7 @@ def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
     rng = Random(data.draw(st.integers(0, 999), label="seed"))
     coming = [([rng.choice((1, 1, 1, 2)) for _ in range(prompt)], room) for prompt, room in lengths]
     unfinished: list[TokenSequence] = []
-    # The oldest is never sent back, so that each takes at most its own steps once it is that.
+    # The oldest is never preempted, so each sequence takes at most its own steps once it is the oldest.
     steps = sum(-(-prompt // rows) + 1 + room for prompt, room in lengths) + len(lengths)
     while coming or unfinished:
         if coming and (not unfinished or rng.random() < 0.5):
@@ -119,8 +119,8 @@ def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
 
 
 def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
-    """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits. A
-    lone one needs no more than its own."""
+    """A sequence needs its blocks, plus one for every running sequence. The short one after it would fit, but waits. A
+    lone sequence needs only its own blocks."""
     lone = Simulation(BlockPool(1 + 4, 4), 10)
     assert [lone.submit([1] * 16, 1)] == lone.admit()
     simulation = Simulation(BlockPool(1 + 8, 4), 10)
@@ -149,7 +149,7 @@ def test_what_is_shared_takes_no_room_but_idle_blocks_that_are_shared_do() -> No
 
 
 def test_a_prompt_that_another_is_computing_is_waited_for() -> None:
-    """And who has another beginning goes ahead meanwhile."""
+    """A sequence with another prefix is admitted meanwhile."""
     simulation = Simulation(BlockPool(100, 4), 10, rows=6)
     prompt = SharedPrompt([1] * 16)
     siblings = [simulation.submit([], 5, prompt) for _ in range(3)]
@@ -169,7 +169,7 @@ def test_a_prompt_that_another_is_computing_is_waited_for() -> None:
 
 
 def test_a_whole_prompt_is_taken_over_only_with_its_hidden_state() -> None:
-    """From which the first token is drawn; else its last token is computed once more."""
+    """The first token is drawn from that state; without it, the prompt's last token is computed again."""
     simulation = Simulation(BlockPool(100, 4), 10)
     prompt = SharedPrompt([1] * 8)
     simulation.submit([], 5, prompt)

@@ -1,5 +1,5 @@
-"""Log-probs of ids that are given: those of a fresh forward, whoever else runs, wherever a step or the pool cuts them
-off; and nothing that is sampled changes by them."""
+"""Log-probs of given ids: those of a fresh forward, whatever else runs and wherever a step or the pool cuts them off;
+and scoring changes no sample."""
 
 from dataclasses import replace
 from random import Random
@@ -34,8 +34,8 @@ from thresher.policy.tokenizer import Tokenizer
 
 
 def scored_world(seed: int, vocab: int, count: int = 25) -> tuple[list[list[int]], list[Plan]]:
-    """Sequences of all sorts, and some that begin short and grow long; most have a text of 1 to 40 tokens scored before
-    each turn."""
+    """Return sequences of all kinds, some of which begin short and grow long. Most have a text of 1 to 40 tokens scored
+    before each turn."""
     rng = Random(seed)
     prompts, plans = random_world(rng, vocab, count)
     turns = TurnPlan(room=60), TurnPlan(room=9, appended=((5, 6, 7),))
@@ -46,13 +46,13 @@ def scored_world(seed: int, vocab: int, count: int = 25) -> tuple[list[list[int]
 
 @pytest.fixture
 def policy(tiny_policy: Policy) -> Policy:
-    """The tiny policy, without an end of text."""
+    """Return the tiny policy without an end-of-text token."""
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     return tiny_policy
 
 
 def scored_in(prompts: list[list[int]], plan: Plan, record: Record) -> list[Written]:
-    """Return what was scored, each with its context before it."""
+    """Return the scored texts, each with its context before it."""
     ids, found, turn = list(prompts[plan.prompt]), list[Written](), 0
     for number, (own, logprobs, end, *_) in enumerate(record):
         if number == 0 or record[number - 1][2] != SCORED:
@@ -93,7 +93,7 @@ def test_no_bit_depends_on_what_runs_beside_and_no_sample_on_a_score(
 
 
 def test_a_gpu_s_steps_agree(policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that are read a step after they were launched, of prefills in buffers and not, cut off and preempted."""
+    """Scores are read a step after their launch; prefills run with and without buffers, are cut off and preempted."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
     prompts, plans = scored_world(0, tiny_tokenizer.vocab_size, 2)
@@ -139,12 +139,12 @@ def test_one_that_is_preempted_goes_on_where_it_was(
     sequence = scoring(decoder, ids, 30)
     while not 0 < len(sequence.logprobs) < 90:
         decoder.step()
-    while decoder._give_way():  # what is under way is read first
+    while decoder._give_way():  # pending results are read first
         pass
     decoder._leave(decoder.scheduler.preempt(), keep=True)
     assert not decoder.idle
     assert until_scored(decoder, sequence) == pytest.approx(wanted, abs=1e-5)
-    assert decoder.clock.prefilled_tokens == 119 and len(sequence.logprobs) == 90  # no row a second time
+    assert decoder.clock.prefilled_tokens == 119 and len(sequence.logprobs) == 90  # no row is computed twice
     # Its context is found again, up to the row that predicts the first of the ids.
     before = decoder.clock.prefilled_tokens
     assert until_scored(decoder, scoring(decoder, ids[:35], 30)) == pytest.approx(wanted[:5], abs=1e-5)

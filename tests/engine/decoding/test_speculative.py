@@ -1,5 +1,5 @@
-"""Drafts change nothing but the number of forwards: whatever is guessed, tokens, log-probs, stops and limits are those
-of one token a forward, to the bit."""
+"""Drafts change only the number of forwards: whatever is guessed, tokens, log-probs, stops and limits are, bit for bit,
+those of one token per forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +109,7 @@ def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
 
 
 def drafted(slots: int, some: int, weight_bytes: float = 15e9, speculate: Any = "auto") -> list[int] | None:
-    """Drafts of slots of which `some` repeat what they wrote, where 8 of 10 guesses have come true."""
+    """Return the drafts of slots of which `some` repeat their own text, where 8 of 10 guesses have come true."""
     drafter = Drafter(speculate, slots, 64, gpu_costs(int(weight_bytes)))
     drafter.counts[:] = [80.0, 20.0]
     tokens_BL = np.arange(slots)[:, None] * 100 + np.arange(64)
@@ -130,6 +130,6 @@ def test_a_gpu_pays_for_the_rows_of_slots_that_have_no_guess() -> None:
 
 
 def test_a_row_of_a_model_with_states_writes_them() -> None:
-    """Qwen3.5-0.8B's: a state is 19 MB of 1.5 GB of weights, so that 8 rows more cost a tenth of a forward more."""
+    """Qwen3.5-0.8B: a state is 19 MB of 1.5 GB of weights, so that 8 more rows cost a tenth of a forward more."""
     plain, states = gpu_costs(1_500_000_000), gpu_costs(1_500_000_000, 19_000_000)
     assert 8 * (states.row_each - plain.row_each) == pytest.approx(8 * 19 / 1500)

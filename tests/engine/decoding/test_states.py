@@ -1,5 +1,5 @@
-"""Layers with states in a rollout: whatever runs beside a sample, is drafted, preempted or found again, its bits are
-the same; and where the tree of blocks says that a beginning's states lie."""
+"""Layers with states in a rollout: a sample has the same bits whatever runs next to it and whether it is drafted,
+preempted or found again; and the block tree's record of where a prefix's states are."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    """One that writes a few tokens again and again, so that drafts come true, and not always."""
+    """Return a policy that writes a few tokens again and again, so that drafts come true, but not always."""
     own: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 3, "layer_types": TYPES, "head_dim": 16}
     own |= {"partial_rotary_factor": 0.25, "delta": DeltaShape(2, 4, 8, 8, 4), "vocab_size": 272, "eos_token_ids": ()}
     policy = init_policy(make_config(**own, max_position_embeddings=512), 1)
@@ -53,7 +53,7 @@ def _no_interpreted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requests() -> list[GenerateRequest]:
-    """Samples of three prompts, the third of 150 tokens, with two settings each."""
+    """Return requests for three prompts, the third of 150 tokens, with two settings each."""
     prompts = [[0, 1, 2, 3, 4, 5] * 4, [1, 2, 3] * 7, [(7 * place * place) % 6 for place in range(150)]]
     return [
         GenerateRequest(prompt_ids=ids, max_new_tokens=80, n=3, seed=seed, temperature=temperature)
@@ -93,7 +93,7 @@ def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tokenizer: Tokenizer) -> None:
-    """A GPU's decoder: drafts behind the last token of a prompt whose state others take, and tokens taken back."""
+    """A GPU's decoder: drafts after the last token of a prompt whose state others take, and tokens rolled back."""
     prompts, plans = random_world(Random(3), 6, 10)
     wanted = alone(policy, tokenizer, prompts, plans)
     sizes = {"num_blocks": blocks(prompts, plans, 4), "page_size": 16, "max_running": 6, "speculate": speculate}
@@ -107,7 +107,7 @@ def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tok
 def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
     make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts are scored behind states that were kept, cut off by a step's rows, and their states go on to no sample."""
+    """Texts are scored from kept states and cut off by a step's rows; no sample goes on from their states."""
     prompts, plans = random_world(Random(4), 6, 8)
     wanted = alone(policy, tokenizer, prompts, plans)
     texts = [tuple(Random(seed).choices(range(6), k=20)) for seed in range(8)]
@@ -131,7 +131,7 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
 def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
     make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of appended text nothing is computed twice; a score costs its text, and a turn the token that it feeds first."""
+    """Appended text is computed only once; a score costs its text, and a turn the token that it feeds first."""
     turns = TurnPlan(room=10, appended=((1, 2, 3) * 9,)), TurnPlan(room=10, appended=((4, 5) * 30,)), TurnPlan(room=10)
     prompts, plans = [[0, 1, 2, 3, 4, 5] * 4], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)]
     prefilled = []
@@ -150,13 +150,13 @@ def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
         play(decoder, prompts, scored)
         prefilled.append(decoder.clock.prefilled_tokens)
     plain, with_scores = prefilled
-    # Three samples with three turns each. The first scores of all three begin at once, and each computes the prompt.
+    # Three samples with three turns each. The first scores of all three begin at once, so each computes the prompt.
     assert with_scores - plain <= 9 * (len(text) + 2) + 3 * len(prompts[0])
-    assert kept and not any(SCORED_ID in ids for ids in kept)  # nothing begins with such a text
+    assert kept and not any(SCORED_ID in ids for ids in kept)  # no kept state includes a scored text
 
 
 def test_a_prompt_is_kept_before_its_drafts(policy: Policy, tokenizer: Tokenizer) -> None:
-    """A GPU's first step of a prompt feeds its last token and three drafts; three others then take what was before."""
+    """A GPU's first step feeds a prompt's last token and three drafts; three samples then take the earlier state."""
     prompts, turn = [[0, 1, 2, 3, 4, 5] * 5], TurnPlan(room=20)
     draws = [SamplingParams(float(seed > 1)) for seed in range(1, 5)]
     plans = [Plan(prompt=0, seed=seed, turns=(turn,), draw=draw) for seed, draw in enumerate(draws)]
@@ -168,7 +168,7 @@ def test_a_prompt_is_kept_before_its_drafts(policy: Policy, tokenizer: Tokenizer
 
 
 def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokenizer: Tokenizer) -> None:
-    """Chunks add in another order than tokens one by one: the gap that a step's line shows, of logits up to 40."""
+    """Chunks are summed in another order than single tokens: the gap that a step's line shows, for logits up to 40."""
     generator = Generator(policy, tokenizer)
     for request, found in zip(requests(), generator.generate(requests()), strict=True):
         prompt = list(request.prompt_ids or ())
@@ -183,7 +183,7 @@ def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokeniz
 def test_states_are_made_for_as_many_samples_as_are_asked_for(
     policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And more once more are; what does not fit is refused by its size."""
+    """More are made once more are needed; a number that does not fit is refused with its size."""
     generator = Generator(policy, tokenizer, max_running=200)
     held = []
     for n in (1, 5, 3, 300):
@@ -197,7 +197,7 @@ def test_states_are_made_for_as_many_samples_as_are_asked_for(
 
 
 def pool_with(ids: list[int], snapshots: int = 2) -> tuple[BlockPool, list[int]]:
-    """A pool of pages of 4 that holds `ids`, computed."""
+    """Return a pool with pages of 4 that holds `ids`, computed, and their blocks."""
     pool = BlockPool(12, 4, snapshots)
     blocks = pool.allocate(pool.blocks_for(len(ids))).tolist()
     pool.insert(ids, blocks, pool.root, 0, ready=True)
@@ -216,9 +216,9 @@ def test_a_beginning_is_of_use_up_to_a_snapshot() -> None:
     assert pool.match_state(ids, 7).snapshot == 0 and pool.match_state(ids, 5).snapshot is None
     assert pool.match_state([9, *ids], 10).snapshot is None
     assert pool.keep_state(ids[:6]) == 0, "a place has one"
-    # The one that was not used for the longest time goes: that of 8 tokens.
+    # The least recently used snapshot is dropped: that of 8 tokens.
     assert pool.keep_state(ids[:3]) == 1 and pool.match_state(ids, 10).snapshot == 0
-    # To keep one again is a use of it: that of 3 tokens goes, and not that of 6.
+    # Keeping a snapshot again counts as a use: that of 3 tokens is dropped, and not that of 6.
     assert pool.match_state(ids, 3).snapshot == 1 and pool.keep_state(ids[:6]) == 0
     assert pool.keep_state(ids[:8]) == 1
 

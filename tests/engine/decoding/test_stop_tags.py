@@ -1,5 +1,5 @@
-"""Stop tags in token ids, against plain substring search over bytes: on toy vocabularies built to glue and
-split tags in every way, and on 100,000 streams over Qwen's. The bank of many stop sets, against one matcher a set."""
+"""Stop tags in token ids, against plain substring search over bytes: on toy vocabularies built to glue and split tags
+in every way, and on 100,000 streams over Qwen's. The bank of many stop sets, against one matcher per set."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from thresher.rewards import UserError, tag_strings
 
 
 class Toy:
-    """A tokenizer that is its list of tokens."""
+    """A tokenizer given by its list of tokens."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens = tokens
@@ -33,8 +33,7 @@ class Toy:
 
 
 def searched(tokens: list[bytes], tags: list[bytes]) -> dict[int, tuple[bytes, bytes]]:
-    """The oracle: for each token (by place) in which a tag ends, the first such tag and the token's bytes
-    after it."""
+    """Return, for each token (by place) in which a tag ends, the first such tag and the token's bytes after it."""
     text = b"".join(tokens)
     found = []
     for tag in tags:
@@ -66,7 +65,7 @@ def test_a_stream_that_bytes_open_finds_a_tag_that_began_in_them() -> None:
 
 
 TABLE = [
-    # what it tries, tokens in order, tags, hits as place -> (tag, trailing)
+    # case, tokens in order, tags, hits as place -> (tag, trailing)
     ("whole", [b"</s>"], ["</s>"], {0: ("</s>", b"")}),
     ("byte by byte", [b"<", b"/", b"s", b">"], ["</s>"], {3: ("</s>", b"")}),
     ("bytes before and behind", [b"x</", b"s>\n"], ["</s>"], {1: ("</s>", b"\n")}),
@@ -127,8 +126,8 @@ def test_any_vocabulary_any_tags_any_stream(tokens: list[bytes], tags: list[str]
 
 
 def assert_bank_equals_matchers(tokens: list[bytes], sets: list[tuple[str, ...]], ids: np.ndarray) -> None:
-    """Every set of the bank, stepped together over ids [steps, sets]: its own matcher's states and hits, and no state
-    of another set's. Token 0 is the end of text."""
+    """Check that each set of the bank has the states and hits of its own matcher, and no state of another set. The sets
+    are stepped together over ids [steps, sets]. Token 0 is the end of text."""
     toy, cpu = Toy(tokens), torch.device("cpu")
     bank = StopTables(toy, [0], cpu)  # type: ignore[arg-type]
     starts = [bank.start(stop) for stop in sets]
@@ -165,7 +164,7 @@ def test_a_bank_of_any_stop_sets_finds_what_each_matcher_finds(
     tokens: list[bytes], sets: list[tuple[str, ...]], seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
-    # Half of the streams spell a tag of their set, where the vocabulary has its bytes; the rest are any tokens.
+    # Half of the streams spell a tag of their set, if the vocabulary has its bytes; the rest are random tokens.
     tokens = [b"", *tokens, *(bytes([byte]) for byte in b"<>/ab")]
     ids = draw.integers(0, len(tokens), (12, len(sets)))
     for place, stop in enumerate(sets[::2]):
@@ -177,11 +176,11 @@ def test_a_bank_of_any_stop_sets_finds_what_each_matcher_finds(
 @pytest.mark.parametrize(
     "sets",
     [
-        # A byte holds the first set's states and not the second's behind them.
+        # A byte holds the first set's states, but not those of the second set after them.
         [("x" * 114,), ("DorDorDor9999",)],
         # NumPy refused to add so large a first state to a table of bytes.
         [(f"<{number}>" * 40,) for number in range(7)],
-        # More states than two bytes hold, before and behind.
+        # More states than two bytes hold, before and after.
         [("</answer>",), ("y" * 32_800,), ("</search>", "9" * 200), ("x" * 120,), ("</answer>", "</search>")],
     ],
     ids=["past 127", "past 255", "past 32,767"],
@@ -196,7 +195,7 @@ def test_a_bank_of_more_states_than_a_matcher_counts(sets: list[tuple[str, ...]]
 
 
 def test_more_columns_and_codes_than_fit_a_byte() -> None:
-    # Each token holds the tag at another place, so each needs a column and a hit of its own.
+    # Each token holds the tag at a different position, so each needs its own column and hit.
     tokens = [b"." * n + b"<s>" + b"," * (n % 3) for n in range(400)]
     matcher = TagMatcher(Toy(tokens), ["<s>"])
     ids = np.arange(400)
@@ -240,8 +239,8 @@ def test_the_module_imports_no_torch() -> None:
 
 @pytest.fixture(scope="module")
 def qwen(shared_data: Path) -> Toy:
-    """Qwen2.5's real vocabulary; a list of bytes, so that the oracle reads the same table without the class
-    under test."""
+    """Return Qwen2.5's real vocabulary as a list of bytes. The oracle reads the same table without the class under
+    test."""
     from thresher.policy.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(shared_data / "qwen2.5")
@@ -256,8 +255,8 @@ ODD_TAGS = ("</search>", "search>", "h>", "></", "</answer>", "</reason><extract
 
 
 def adversarial_streams(qwen: Toy, tags: tuple[str, ...], count: int, length: int) -> np.ndarray:
-    """[count, length] ids: tags whole, cut off, damaged or doubled, with neighbours that hold pieces of tags, each
-    spelled in one of the many ways that the vocabulary has, and single tokens that hold such pieces."""
+    """Return ids [count, length] with tags that are whole, cut off, damaged or doubled. Their neighbours hold pieces of
+    tags; each is spelled in one of the many ways that the vocabulary has; single tokens that hold pieces are added."""
     rng = np.random.default_rng(len(tags) * 1000 + length)
     ids = {token: i for i, token in enumerate(qwen.tokens)}
     marks = [i for i, token in enumerate(qwen.tokens) if b"<" in token or b">" in token]
@@ -282,7 +281,7 @@ def adversarial_streams(qwen: Toy, tags: tuple[str, ...], count: int, length: in
         fragments.append(spelled(before * (cut % 2) + text + behind * (cut % 3 > 0)))
     fragments += [[int(i)] for i in rng.choice(singles, 2000)]
     picks = rng.integers(len(fragments), size=(count, length))
-    # A stream takes its first fragments, as many as it has room for; the last one is cut.
+    # A stream takes as many of its fragments as fit; the last one is cut.
     return np.array([list(chain.from_iterable(fragments[pick] for pick in row))[:length] for row in picks])
 
 
@@ -315,7 +314,7 @@ def test_no_mismatch_on_adversarial_streams(qwen: Toy, tags: tuple[str, ...], co
             seen["split"] += len(tag) > len(qwen.tokens[ids[place]]) - len(trailing)
             seen[tag.decode()] += 1
     assert mismatches == 0
-    # The streams are what they claim to be: every tag ends often, in the middle of tokens, after a split.
+    # The streams cover what they should: every tag ends often, in the middle of tokens, and after a split.
     assert seen["hits"] > count / 2 and seen["trailing"] > count / 20 and seen["split"] > count / 4, seen
     assert all(seen[tag] > count / 1000 for tag in tags), seen
     for ids, hits in zip(streams[:500].tolist(), found, strict=False):

@@ -1,4 +1,4 @@
-"""`thresher eval --answer-url`: what an endpoint is asked, what becomes of its replies, and what is not asked twice."""
+"""`thresher eval --answer-url`: the requests to an endpoint, the handling of its replies, and no request made twice."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_searching_system_is_played_in_messages_and_scored_as_ours_are(
 ) -> None:
     golds = {question.question: question.golds[0] for question in tiny_questions[:7]}
     out = tmp_path / "a"
-    # the first round: every question searches; in the second the first is right, the next runs on, the third is cut
+    # first round: every question searches; second: the first answer is right, the next runs on, the third is cut off
     server.script = [chat("<think> hm </think> <search> the relation")] * 3
     server.script += [
         chat(f"<answer> {next(iter(golds.values()))} "),
@@ -78,13 +78,13 @@ def test_what_was_answered_before_a_failure_is_not_asked_for_again(
     answer = chat("<answer> a </answer>")
     refused = (400, {"error": {"message": "too long"}})
     server.script = [answer, refused, answer, refused]
-    # parts of two questions: the first ends within one, the second behind it
+    # parts of two questions: the first failure is within a part, the second after one
     words = [*flags, "--set", "judge.concurrency=1", "--set", "rollout.max_num_seqs=1", "--out", str(out)]
     assert "too long" in refusal(capsys, *words) and not (out / "generated.jsonl").exists()
     assert "too long" in refusal(capsys, *words) and (out / "generated.jsonl").read_text().count("\n") == 2
     assert '"big", not "small"' in refusal(capsys, *[word.replace("big", "small") for word in words])
     server.reply = lambda content: answer
-    assert cli.run(words) == 0 and len(server.asked) == 5  # three questions, and two that were refused
+    assert cli.run(words) == 0 and len(server.asked) == 5  # three questions, and two refusals
     assert len(records(out)) == 3
     transcripts = str(out / "trajectories.jsonl")
     scored = ["score", "--system", "search_r1", "--transcripts", transcripts, "--out", str(tmp_path / "s.jsonl")]
@@ -112,7 +112,7 @@ def test_a_completion_endpoint_reads_the_one_text_and_a_tokenizer_counts_it(
 
 
 def test_a_folded_context_is_asked_for_by_itself(flags: list[str], server: ChatServer, tmp_path: Path) -> None:
-    """MEM1 keeps the prompt, the last turn and what it found: the third request has nothing of the first turn."""
+    """MEM1 keeps the prompt, the last turn and what it found: the third request contains nothing of the first turn."""
     out, flags = tmp_path / "a", ["mem1" if word == "search_r1" else word for word in flags]
     turns = [f"<think> {word} </think> <search> mayor of {word}" for word in ("one", "two")]
     server.script = [chat(turns[0]), chat(turns[1]), chat("<answer> x ")]
@@ -132,7 +132,7 @@ def test_a_folded_context_is_asked_for_by_itself(flags: list[str], server: ChatS
 def test_branches_are_asked_for_in_contexts_of_their_own(
     server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
 ) -> None:
-    """EviOmni answers twice more with a part hidden; the answer tag that opens such a branch is ours."""
+    """EviOmni answers twice more with a part hidden; the answer tag that opens a branch is the engine's."""
     passage = {"id": "p", "title": "t", "text": "a passage"}
     record = {"id": "q", "question": "Who?", "golden_answers": ["Anna"], "passages": [passage]}
     asked.write_text(json.dumps(record) + "\n")
@@ -159,7 +159,7 @@ def test_branches_are_asked_for_in_contexts_of_their_own(
 def test_calls_are_asked_for_in_contexts_of_their_own_and_waited_for(
     server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
 ) -> None:
-    """SuRe: two candidates, a summary and a verdict of each, two comparisons."""
+    """SuRe makes calls for two candidates, a summary and a verdict for each, and two comparisons."""
     passage = {"id": "p", "title": "t", "text": "a passage"}
     record = {"id": "q", "question": "Who?", "golden_answers": ["Anna"], "passages": [passage]}
     asked.write_text(json.dumps(record) + "\n")
@@ -195,7 +195,7 @@ def test_what_a_call_is_shown_is_the_users(
     assert cli.run([*words, *searched, "--set", "judge.concurrency=1", *FAST, "--out", str(tmp_path / "a")]) == 0
     (found,) = records(tmp_path / "a")
     assert found["measures"]["searches"] == 3.0 and list(found["branches"]) == ["call 1", "call 2"]
-    (body,) = server.asked  # calls and last turn ask the same, and one reply serves them
+    (body,) = server.asked  # calls and last turn have the same request, so one reply serves them all
     assert [message["role"] for message in body["messages"]] == ["user"]
     assert "<information>" in body["messages"][0]["content"]
 
@@ -229,8 +229,8 @@ def test_what_the_command_refuses(flags: list[str], tmp_path: Path, capsys: pyte
     [
         ("<search> a", "stop", None, "</search>"),
         ("<think> so </think> done", "stop", None, None),
-        ("<search> a </search> b <answer> c", "stop", "</answer>", "</search>"),  # it ran on: the first one counts
-        ("<search> a", "stop", "</answer>", "</answer>"),  # the server knows
+        ("<search> a </search> b <answer> c", "stop", "</answer>", "</search>"),  # it ran on: the first tag counts
+        ("<search> a", "stop", "</answer>", "</answer>"),  # the server names the tag
         ("<search> a", "length", None, None),
         ("<search> a", "stop", 151643, "</search>"),  # an id: the end of text
     ],
@@ -254,7 +254,7 @@ def test_a_reply_is_cut_at_its_first_stop() -> None:
 
 
 def test_limits_end_a_turn_of_an_endpoint_and_a_server_searches_for_it(tiny_index: Retriever) -> None:
-    """In bytes, of which 4 count as a token; a reply of more than the context has room for is cut there."""
+    """Lengths are in bytes, 4 to a token; a reply longer than the room in the context is cut there."""
 
     def episode(question: Question, config: EpisodeConfig) -> Any:
         yield Prompt("{question}", question.question)
@@ -289,7 +289,7 @@ def test_limits_end_a_turn_of_an_endpoint_and_a_server_searches_for_it(tiny_inde
 
     texts = [b"x" * 8, b"y" * 40]
     whole = played({})
-    assert (whole.reason, asked) == ("turn_tokens", [2, 10])  # what the episode allows ends no trajectory
+    assert (whole.reason, asked) == ("turn_tokens", [2, 10])  # a limit of the episode ends no trajectory
     before = len(whole) - 48
     texts, asked = [b"x" * 8, b"y" * 40], []
     cut_off = played({"max_context": before + 11})

@@ -1,4 +1,5 @@
-"""`thresher compare`: questions matched by id, differences with their certainty, and who recalls what alone."""
+"""`thresher compare`: questions matched by id, differences with their uncertainty, and golds that only one run
+recalls."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,7 @@ Row = tuple[str, dict[str, float | None]]
 
 
 def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
-    """A finished evaluation with these questions and measures."""
+    """Write a finished evaluation with these questions and measures."""
     folder.mkdir()
     records = [{"id": id_, "question": f"Who is {id_}?", "parts": {}, "measures": measures} for id_, measures in rows]
     mark = write_records(folder / "trajectories.jsonl", records)
@@ -32,7 +33,7 @@ def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
 
 def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> None:
     first = evaluation(tmp_path / "a", [(str(n), {"em": 0.0, "compression": 4.0, "f1": 0.5}) for n in range(6)])
-    # In another order, one question less and two more; better on five of five.
+    # In another order, with one question less and two more; better on five of five.
     rows: list[Row] = [(str(n), {"em": 1.0, "compression": None if n else 9.0}) for n in (4, 3, 2, 1, 0, 8, 9)]
     second = evaluation(tmp_path / "b", rows, system="arena")
     assert cli.run(["compare", str(first), str(second), "--out", str(tmp_path / "out" / "here")]) == 0
@@ -47,7 +48,7 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
         None,
     )  # one value
     assert em["p"] == pytest.approx(2 / 32) and em["count"] == 5
-    compression = result["differences"]["compression"]  # of the one question where both have a value
+    compression = result["differences"]["compression"]  # over the one question where both have a value
     assert (compression["first"], compression["second"], compression["count"]) == (4.0, 9.0, 1)
     assert "f1" not in result["differences"] and result["recalled"] == []
     page = (tmp_path / "out" / "here" / "compare.md").read_text()
@@ -85,7 +86,7 @@ def test_the_order_of_the_runs_turns_the_sign_alone(tmp_path: Path) -> None:
 
 
 def test_what_only_one_of_two_texts_recalls(tmp_path: Path) -> None:
-    """Vanilla evidence beside rationale and rational evidence, of questions whose passages hold a gold."""
+    """Vanilla evidence against rationale and rational evidence, on questions whose passages hold a gold."""
     vanilla = [(1, 1), (1, 0), (1, 0), (1, 1), (0, 1)]
     rational = [(1, 1, 1), (1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 1, 1)]
     a: list[Row] = [(str(n), {"recall_passages": p, "recall_evidence": e}) for n, (p, e) in enumerate(vanilla)]
@@ -111,7 +112,7 @@ def test_where_nobody_knows_of_the_passages_all_questions_count(tmp_path: Path) 
     b: list[Row] = [(str(n), {"recall_refinement": 0.0}) for n in range(3)]
     result = compare(read_evaluation(evaluation(tmp_path / "a", a)), read_evaluation(evaluation(tmp_path / "b", b)))
     (row,) = result["recalled"]
-    assert row["count"] == 2 and row["only_first"] == 1.0  # not the one whose passages are known to lack the gold
+    assert row["count"] == 2 and row["only_first"] == 1.0  # not the one whose passages lack the gold
 
 
 @pytest.mark.parametrize(("count", "shown"), [(9, "0.00391"), (13, "0.000244"), (20, "< 0.0001")])
@@ -121,11 +122,11 @@ def test_p_values_are_shown_down_to_one_in_ten_thousand(tmp_path: Path, count: i
         for name, em in (("a", 0.0), ("b", 1.0))
     ]
     (row,) = difference_rows(compare(*runs))
-    assert row[5] == shown  # all of `count` questions better: 2 / 2^count
+    assert row[5] == shown  # better on all `count` questions: 2 / 2^count
 
 
 def seeds_of(tmp_path: Path, name: str, *right: int, questions: int = 134, **figures: Any) -> list[str]:
-    """Evaluations of several seeds, each right on the first so many questions."""
+    """Write evaluations of several seeds; each is right on its first `right` questions."""
     folders = [tmp_path / f"{name}{seed}" for seed in range(len(right))]
     for folder, count in zip(folders, right, strict=True):
         rows: list[Row] = [(str(n), {"em": float(n < count)}) for n in range(questions)]
@@ -134,24 +135,24 @@ def seeds_of(tmp_path: Path, name: str, *right: int, questions: int = 134, **fig
 
 
 def test_of_several_seeds_the_seed_is_the_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hundreds of questions, and three values."""
+    """Hundreds of questions give only three values."""
     first, second = seeds_of(tmp_path, "a", 103, 133, 96), seeds_of(tmp_path, "b", 106, 134, 113, system="arena")
     words = ["compare", first[0], second[0], "--first-seeds", *first[1:], "--second-seeds", *second[1:]]
     assert cli.run([*words, "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
     em = result["differences"]["em"]
     assert (em["p"], em["count"], em["test"]) == (0.25, 3, "exact sign flip test over seeds")
-    half = 4.303 * 76**0.5 / 134 / 3**0.5  # of 3, 1 and 17 questions, by Student's t
+    half = 4.303 * 76**0.5 / 134 / 3**0.5  # for 3, 1 and 17 questions, by Student's t
     assert [em[key] for key in ("difference", "low", "high")] == pytest.approx(
         [7 / 134, 7 / 134 - half, 7 / 134 + half]
     )
     assert result["seeds"] == 3 and result["second"]["folders"] == second
     over_questions = [pair["differences"]["em"]["p"] for pair in result["pairs"]]
-    assert over_questions == pytest.approx([0.25, 1.0, 2 / 2**17])  # each seed by itself, over 3, 1, 17 questions
+    assert over_questions == pytest.approx([0.25, 1.0, 2 / 2**17])  # each seed by itself, over 3, 1 and 17 questions
     note = "With 3 seeds no p is below 0.25."
     assert note in (tmp_path / "out" / "compare.md").read_text() and note in " ".join(capsys.readouterr().out.split())
     assert "| Seeds | Test |" in (tmp_path / "out" / "compare.md").read_text()
-    # What no seed changes stands beside every seed, on either side.
+    # A run that does not depend on the seed is compared with every seed, on either side.
     assert cli.run(["compare", first[0], second[0], "--second-seeds", *second[1:], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)["differences"]["em"]
     assert alone["first"] == pytest.approx(103 / 134) and alone["difference"] == pytest.approx((3 + 31 + 10) / 3 / 134)

@@ -1,4 +1,4 @@
-"""`thresher eval` from flags to table: what decides the recipe, and what a whole evaluation writes."""
+"""`thresher eval` from flags to table: how the recipe is decided, and what a whole evaluation writes."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_flags_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
     file.write_text(RECIPE.format(retrieval='index = "here"\nk = 9'))
     plain = recipe_from(str(file))
     assert plain.retrieval and (plain.retrieval.index, plain.retrieval.k, plain.run.seed) == ("here", 9, 4)
-    assert plain.retrieval.passage_format.startswith("[{number}]")  # of arena's preset
+    assert plain.retrieval.passage_format.startswith("[{number}]")  # from arena's preset
     recipe = recipe_from(
         *(str(file), "--model", "m", "--url", "http://x", "--k", "4", "--seed", "5", "--prompt", "chat"),
         *("--entailment", "nli", "--judge-url", "http://y", "--judge-model", "big", "--set", "retrieval.k=6"),
@@ -74,7 +74,7 @@ def test_another_system_leaves_the_files_template_and_switches_behind(tmp_path: 
     other = recipe_from(str(file), "--system", "search_r1", "--set", "system.options.answer_after_searches=false")
     assert other.system and (other.system.name, other.system.template) == ("search_r1", None)
     assert other.system.options == {"answer_after_searches": False}
-    assert other.retrieval and other.retrieval.k == 3 and other.rollout.max_turns == 5  # of its own preset
+    assert other.retrieval and other.retrieval.k == 3 and other.rollout.max_turns == 5  # from its own preset
     baseline = recipe_from(str(file), "--baseline", "naive_rag")
     assert baseline.system and (baseline.system.name, baseline.system.template) == ("naive_rag", None)
     assert baseline.rollout.max_turns == 1
@@ -83,9 +83,9 @@ def test_another_system_leaves_the_files_template_and_switches_behind(tmp_path: 
 def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> None:
     model = str(tiny_model_folder)
     recipe = recipe_from("--model", model, "--system", "evinote")
-    assert recipe.rollout.max_context == 2048  # the model's, which has no room for 6,144
-    assert recipe.rollout.max_turn_tokens == 500  # as in training, not the 256 of a recipe that says nothing
-    # What a baseline leaves open is as in the system that it stands in for.
+    assert recipe.rollout.max_context == 2048  # the model's, which is too short for 6,144
+    assert recipe.rollout.max_turn_tokens == 500  # as in training, not the default of 256
+    # What a baseline leaves open is taken from the system that it replaces.
     beside = recipe_from("--model", model, "--system", "arena", "--baseline", "direct")
     assert beside.retrieval and beside.retrieval.k == 10 and beside.rollout.max_turns == 1
     for arguments, what in (
@@ -99,7 +99,7 @@ def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> No
             recipe_from(*arguments)
 
 
-# an evaluation, whole
+# a whole evaluation
 
 
 def test_an_evaluation_from_flags_alone(searching: list[str], tmp_path: Path, capsys: Any, script: Any) -> None:
@@ -127,7 +127,7 @@ def test_an_evaluation_from_flags_alone(searching: list[str], tmp_path: Path, ca
 
 
 def test_what_was_retrieved_is_ranked_over_all_searches(searching: list[str], tmp_path: Path, script: Any) -> None:
-    """Against the passages of the corpus itself: best first, search after search, none twice."""
+    """Checked against the passages of the corpus: best first, search after search, none twice."""
     script(SAID)
     out = tmp_path / "out"
     assert cli.run([*searching, "--out", str(out)]) == 0
@@ -166,7 +166,7 @@ def test_documents_that_questions_name_are_looked_for_in_what_searches_found(
 
 
 def with_given(asked: Path, tiny_index: Any) -> Path:
-    """Three passages a question, the last of them gold."""
+    """Write three passages per question, the last of them gold."""
     path = asked.with_name("given.jsonl")
     lines = []
     for line in asked.read_text().splitlines():
@@ -185,7 +185,7 @@ def test_given_passages_and_noise(
     given = with_given(asked, tiny_index)
     arena = ["eval", "--model", str(tiny_model_folder), "--system", "arena", *SHORT]
     assert cli.run([*arena, "--questions", str(given), "--out", str(tmp_path / "0")]) == 0
-    # The corpus is where noise comes from. Without one, seven questions have nothing irrelevant enough for each other.
+    # Noise comes from the corpus. Without one, the seven questions have too few irrelevant passages for each other.
     noise = [*arena, "--questions", str(given), "--distractors", "2", "--out", str(tmp_path / "2")]
     assert "of 2 irrelevant passages among 21; ask for less noise" in refusal(capsys, *noise)
     assert cli.run([*noise, "--index", str(tiny_index_folder)]) == 0
@@ -198,7 +198,7 @@ def test_given_passages_and_noise(
         assert after["passages"][place - 1] == before["passages"][2]
         assert before["measures"]["recall@5"] == 1.0 and before["measures"]["ndcg@5"] == 0.5  # at rank 3
     assert json.loads((tmp_path / "2" / "metrics.json").read_text())["noise"] == 2
-    # Where they do not fit, the table says so, and what is stored and measured is what was shown.
+    # If passages do not fit, the table says so, and the passages as shown are stored and measured.
     tight = [*arena, "--questions", str(given), "--set", "rollout.max_passage_tokens=36"]
     capsys.readouterr()
     assert cli.run([*tight, "--out", str(tmp_path / "tight")]) == 0
@@ -273,7 +273,7 @@ def test_questions_without_gold_answers(
             page,
         )
 
-    # A reward that goes by golds counts for the one question that has some; what was done counts for all.
+    # A reward that needs golds counts only for the one question that has some; counts of actions cover all questions.
     figures, entries, page = evaluated("search", *searching)
     assert [entry["reward"] is None for entry in entries] == [True, True, False]
     assert [bool(entry["parts"]) for entry in entries] == [False, False, True]
@@ -283,7 +283,7 @@ def test_questions_without_gold_answers(
     assert not {"em", "recall_passages"} & entries[0]["measures"].keys()
     line = "- Gold answers: missing for 2 of 3 questions, which count in no measure against them"
     assert f"{line} nor in the reward\n" in page
-    # One that needs none counts for all, and evaluations by it compare.
+    # A reward that needs no golds counts for all questions, and evaluations by it compare.
     (tmp_path / "r.toml").write_text(
         f'[model]\npath = "{tiny_model_folder}"\n[rollout]\nmax_context = 200\nmax_turn_tokens = 4\n[system]\n'
         'name = "plain"\noptions = { rewards = ["mine.py:short", "mine.py:asked"], weights = [1.0, 0.5] }\n'
@@ -354,7 +354,7 @@ def test_a_table_by_hand() -> None:
     measures: list[dict[str, float | None]] = [{"em": 1.0, "compression": None}, {"em": 0.0, "compression": 4.0}]
     figures = figures_of(measures, [{"format": 1.0}, {"format": 1.0}])
     assert (figures["em"], figures["compression"], figures["parts"]) == (0.5, 4.0, {"format": 1.0})
-    # Wilson's of 1 of 2; and none of one value, which a bootstrap could only draw again.
+    # Wilson's interval of 1 of 2; none of a single value, which a bootstrap could only draw again.
     assert figures["intervals"] == {"em": pytest.approx([0.0945, 0.9055], abs=1e-4)}
     assert figures["counted"] == {"compression": 1}
     assert rows_of(figures) == [
@@ -362,7 +362,7 @@ def test_a_table_by_hand() -> None:
         ("compression", "4.00", "-", 1),
         ("parts.format", "1.00", "-", 2),
     ]
-    assert figures["deviations"] == {}  # of one length there is none
+    assert figures["deviations"] == {}  # none for a single length
     lengths: list[dict[str, float | None]] = [{"tokens": 3.0}, {"tokens": 7.0}, {"tokens": None}]
     deviating = figures_of(lengths, [{}, {}, {}])
     assert deviating["deviations"] == {"tokens": pytest.approx(8**0.5)}
@@ -373,7 +373,7 @@ def test_a_table_by_hand() -> None:
 
 
 def test_every_seed_of_a_sampled_evaluation_has_noise_of_its_own(tiny_questions: list[Question]) -> None:
-    """No sample under one seed is a sample under another; and a part of an evaluation draws as the whole."""
+    """No sample under one seed occurs under another, and a part of an evaluation draws the same as the whole."""
     of_seed = [[job.seed for job in jobs_of(tiny_questions, 0.7, seed)] for seed in range(20)]
     assert len({seed for seeds in of_seed for seed in seeds}) == 20 * len(tiny_questions)
     for first in (3, len(tiny_questions) - 1):

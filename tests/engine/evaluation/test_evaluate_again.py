@@ -1,4 +1,4 @@
-"""`thresher eval` where something else comes in: what a kill leaves, whom it asks, which checkpoint it takes."""
+"""`thresher eval` when interrupted: what a kill leaves, which judges it asks, which checkpoint it takes."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def searching(tiny_model_folder: Path, tiny_index_folder: Path, asked: Path) -> 
 
 
 def results(out: Path) -> dict[str, Any]:
-    """All that must not depend on time, nor on whether the evaluation was cut off."""
+    """Return all results that must not depend on time or on whether the evaluation was interrupted."""
     metrics = json.loads((out / "metrics.json").read_text())
     timed = ("seconds", "seconds_per_question", "latency", "batch", "digest")
     return {
@@ -61,7 +61,7 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def cut_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C once so many parts are on the disk."""
+    """Raise KeyboardInterrupt once `parts` parts are on disk."""
     done = 0
     append = EvalFolder.append
 
@@ -88,8 +88,8 @@ def test_a_killed_evaluation_goes_on_to_the_same_end(
     left = tmp_path / "cut" / "generated.jsonl"
     assert len(left.read_text().splitlines()) == 4 and not (tmp_path / "cut" / "metrics.json").exists()
     with left.open("a") as file:
-        file.write('{"trajectory": {"ques')  # what a kill in the middle of a line leaves
-    # Another question, seed or system is another evaluation; a faster machine is not.
+        file.write('{"trajectory": {"ques')  # as left by a kill in the middle of a line
+    # Another question, seed or system makes another evaluation; a different batch size does not.
     other = [*command, "--limit", "6"]
     assert "unfinished evaluation with limit = nothing, not 6" in refusal(
         capsys, *other, "--out", str(tmp_path / "cut")
@@ -104,7 +104,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_end(
     monkeypatch.setattr(Rollout, "run", counted)
     wider = [*command, "--set", "rollout.max_num_seqs=2"]
     assert cli.run([*wider, "--out", str(tmp_path / "cut")]) == 0
-    assert asked == [3]  # the rest, and nothing twice
+    assert asked == [3]  # the remaining questions, none twice
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
     assert not left.exists()
 
@@ -141,11 +141,11 @@ def test_two_processes_do_not_write_to_one_evaluation(tmp_path: Path) -> None:
         assert folder.generated() == [entry]
 
 
-# whom it asks
+# judges
 
 
 class Chat:
-    """A chat model that says yes to the first question's answer alone, and fails at a call when told to."""
+    """A chat model that accepts only the first question's answer, and fails at a call if told to."""
 
     name = "verdict of a stub"
 
@@ -239,7 +239,7 @@ def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_p
     evinote = ["evinote" if word == "search_r1" else word for word in searching]
     assert "nowhere" in refusal(capsys, *evinote, "--entailment", str(tmp_path / "nowhere"), *out)
     assert not (tmp_path / "out").exists()
-    # One that is away is found out later, and costs nothing that was generated.
+    # A server that cannot be reached is noticed later, and no generated trajectory is lost.
     assert "the same command goes on" in refusal(capsys, *searching, *url, "--set", "judge.retry_seconds=0", *out)
     assert len((tmp_path / "out" / "generated.jsonl").read_text().splitlines()) == 7
 
@@ -286,7 +286,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
 
 
 def damages(line: str) -> list[str]:
-    """A line of generated.jsonl, damaged in each of its values and keys, as a bit or a careless editor may."""
+    """Return a line of generated.jsonl, damaged in each of its values and keys, as by a flipped bit or an edit."""
     found = [line[: len(line) // 2], line.replace('"policy"', '"nobody"'), "[]", "null", line[:-1], "{}"]
 
     def walk(value: Any, put: Any) -> None:
@@ -326,7 +326,7 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     system, refused = load_system("search_r1", {}), 0
     rollout: Any = SimpleNamespace(tokenizer=tiny_tokenizer, system=system, limits=SimpleNamespace(max_context=4096))
     bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "checksum"})
-    many = damages(bare)  # as an earlier version wrote it; what is written now has a checksum
+    many = damages(bare)  # as an earlier version wrote it; lines written now have a checksum
 
     def read(line: str) -> Generated:
         kept.write_text(line + "\n")

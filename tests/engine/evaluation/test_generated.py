@@ -1,5 +1,5 @@
-"""Test what an evaluation goes on with: whole parts, and no damaged record without a checksum, as an earlier version
-wrote it."""
+"""Test what an interrupted evaluation continues with: whole parts only, and no damaged record without a checksum, as an
+earlier version wrote it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ CONTEXT = 200
 
 
 def generated(tokenizer: Tokenizer) -> Generated:
-    """A search and what it found, and a branch."""
+    """Return a trajectory with a search and its result, and a branch."""
     ids = tokenizer.encode("<search>Anna Bell</search>")
     segments = [
         Segment(Source.PROMPT, tokenizer.encode("Who?")),
@@ -46,7 +46,7 @@ def generated(tokenizer: Tokenizer) -> Generated:
 
 
 def put(value: Any, *path: str | int) -> Callable[[dict[str, Any]], object]:
-    """A damage: this value at this place."""
+    """Return a damage that puts this value at this place."""
 
     def damage(record: Any) -> None:
         for key in path[:-1]:
@@ -138,14 +138,14 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
         EvalFolder.open(out, {"seed": 1}) as folder,
     ):
         folder.generated()
-    # As the sentence says; and as an earlier version wrote it, with a digest of its own.
+    # As the message says; and as an earlier version wrote it, with a digest of its own.
     kept.write_text("".join(json.dumps(record | {"check": "0123456789abcdef"}) + "\n" for record in records[:1]))
     with EvalFolder.open(out, {"seed": 1}) as folder:
         assert folder.generated() == [entry]
 
 
 def fake_rollout(tokenizer: Tokenizer, run: Callable[..., list[Trajectory]] | None = None) -> Any:
-    """As far as `_generate` asks a rollout, of parts of two questions."""
+    """Return a rollout with only what `_generate` reads, for parts of two questions."""
     return SimpleNamespace(
         tokenizer=tokenizer,
         system=SimpleNamespace(tags=TAGS, given_passages=False),

@@ -1,4 +1,4 @@
-"""Shared metrics: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
+"""Shared metrics: the measures of a trajectory, by hand, and values that are missing and count for nothing."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def scored(
     options: dict[str, Any] | None = None,
     **known: Any,
 ) -> Scored:
-    """What a system's policy said, scored; of ids only the number counts: one a piece."""
+    """Score the policy's texts under a system; every segment has one id, because only the number of ids counts."""
     made = load_system(system, options or {})
     pieces = [TextSegment(Source.PROMPT, b"Q"), *(TextSegment(Source.POLICY, text.encode()) for text in said)]
     attempt = RewardInput(pieces=pieces, golds=golds, **known)
@@ -104,7 +104,7 @@ def test_evidence() -> None:
     empty = measures("eviomni", "<reason>no Bonn</reason><extract></extract><answer>Paris</answer>", passages=PASSAGES)
     assert (empty["compression"], empty["no_evidence"]) == (None, 1.0)
     assert (empty["recall_evidence"], empty["recall_rationale"]) == (0.0, 0.0)
-    assert "compression" not in measures("eviomni", said)  # of no passages
+    assert "compression" not in measures("eviomni", said)  # there are no passages
 
 
 def test_named_documents_are_found_by_any_search_or_in_the_prompt() -> None:
@@ -158,7 +158,7 @@ def test_a_gold_of_yes_is_recalled_by_no_text() -> None:
 def test_references(said: str, gold: tuple[int, ...], precision: float | None, recall: float | None) -> None:
     values = measures("arena", said, passages=PASSAGES, gold_indices=gold)
     assert (values["relevance_precision"], values["relevance_recall"]) == (precision, recall)
-    assert "relevance_recall" not in measures("arena", said, passages=PASSAGES)  # nobody knows
+    assert "relevance_recall" not in measures("arena", said, passages=PASSAGES)  # the gold passages are unknown
 
 
 def test_rankings() -> None:
@@ -214,4 +214,4 @@ def test_a_summary_holds_the_measures_and_the_parts_apart() -> None:
     assert (summary["compression"], summary["no_evidence"]) == (13.0, 0.5)
     assert summary["parts"]["format"] == summary["parts"]["answer_full"] == 0.5 and "em" not in summary["parts"]
     assert summary["reasons"] == {"answered": 2}
-    assert "recall_evidence" not in summary_of(measured(entries))  # nobody said that the system writes any
+    assert "recall_evidence" not in summary_of(measured(entries))  # the system's tags are not given

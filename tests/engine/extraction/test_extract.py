@@ -1,4 +1,4 @@
-"""`thresher extract`: evidence from a tiny model, answers from another or from a chat model, in both loops."""
+"""`thresher extract`: evidence from a tiny model, answers from another one or from a chat model, in both loops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_evidence_of_every_question(plan: ExtractionPlan, script: Any, tiny_toke
     assert seen == [(0, 3), (3, 3)] and "em" not in figures
     beside = json.loads(Path(plan.out).with_suffix(".json").read_text())
     assert beside["figures"] == figures and beside["settings"]["k"] == 5
-    # What it wrote is what the baseline reads.
+    # The baseline reads the file that was written.
     system = load_baseline("evidence", {"file": plan.out})
     prompt = next(system.episode(Question("q0", "Who?", ()), EpisodeConfig(system.template, 1)))
     assert isinstance(prompt, Prompt) and [passage.text for passage in prompt.passages] == ["Carl Dorn"]
@@ -61,7 +61,7 @@ def test_other_extractors_noise_and_a_bound_on_evidence(
 ) -> None:
     noisy = replace(plan, system=None, noise=2, seed=3, evidence_tokens=3)
     asked = [json.loads(line) for line in Path(plan.questions).read_text().splitlines()]
-    for number, question in enumerate(asked):  # what the others bring is what noise is drawn from
+    for number, question in enumerate(asked):  # noise is drawn from the passages of the other questions
         question["passages"] = [{"title": "", "text": f"{word} {number}."} for word in ("Carl", "Ida", "Mia")]
     Path(plan.questions).write_text("".join(json.dumps(question) + "\n" for question in asked))
     for name, written, kept in (
@@ -147,7 +147,7 @@ def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: E
     assert (first["answer"], first["evidence"], first["answered"]) == ("Eva", "Eva", True)
     assert (figures["questions"], figures["without_golds"], figures["answered"]) == (3, 2, 1)
     assert figures["em"] == third["em"] and figures["recall_evidence"] == float(third["golden_answers"] == ["Eva"])
-    # With none at all there is no such figure.
+    # If no question has a gold answer, there is no such figure.
     Path(plan.questions).write_text(json.dumps(bare[0]) + "\n")
     script({0: [extracted("r", "Eva"), "<answer>Eva</answer>"]})
     figures = extract(replace(plan, generator=Chosen(model=plan.model), out=str(Path(plan.out).with_name("b.jsonl"))))
@@ -155,7 +155,7 @@ def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: E
 
 
 def test_a_generator_of_ours_answers_from_the_evidence(plan: ExtractionPlan, script: Any) -> None:
-    # One queue per seed: the extractor takes its turn, then the generator.
+    # One queue per seed: the extractor's turn comes first, then the generator's.
     script({n: [extracted("r", f"note {n}"), [ANSWER, f"nothing{EOS}", "<answer>Eva</answer>"][n]] for n in range(3)})
     figures = extract(replace(plan, generator=Chosen(model=plan.model)))
     assert [(line["answer"], line["em"], line["answered"], line["answer_ended"]) for line in lines(plan)] == [
@@ -185,7 +185,7 @@ def test_a_chat_model_answers_from_the_evidence(
 
 
 def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: ExtractionPlan, script: Any, tiny_index: Index) -> None:
-    """Seed 0 is the agent's and the extractor's: they take turns from one queue."""
+    """Seed 0 belongs to both the agent and the extractor, which take turns from one queue."""
     query = "<think>Anna?</think><search>Anna Bell birthplace</search>"
     script({0: [query, extracted("r", "Carl"), "<search>mayor</search>", EOS, ANSWER]})
     figures = extract(agentic)
@@ -203,15 +203,15 @@ def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: ExtractionPlan, s
 
 
 def test_a_chat_agent_and_its_last_turn(agentic: ExtractionPlan, script: Any, server: ChatServer) -> None:
-    # The extractor's first search of each call has seed 0.
+    # The extractor's first search in each call has seed 0.
     script({0: [extracted("r", f"note {n} </answer>") for n in range(4)]})
     server.reply = lambda content: "<think>t</think><search>mayor</search> <information>made up</information>"
-    plan = replace(agentic, overrides=(*SMALL, "retrieval.k=1"))  # wins over k
+    plan = replace(agentic, overrides=(*SMALL, "retrieval.k=1"))  # takes precedence over k
     figures = extract(replace(plan, agent=replace(chat(server), template=agentic.agent.template), actions=2))
     messages = server.asked[-1]["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
     assert messages[1]["content"] == "<think>t</think><search>mayor</search>"
-    # Asked the same, in the same thoughts, the extractor is not asked again.
+    # For the same query with the same thoughts, the extractor is not run again.
     assert messages[2]["content"] == messages[4]["content"] == "\n\n<information>note 0 < /answer></information>\n\n"
     (record,) = lines(agentic)
     assert (record["searches"], record["answer"], record["answer_ended"]) == (2, None, "turns")
@@ -220,7 +220,7 @@ def test_a_chat_agent_and_its_last_turn(agentic: ExtractionPlan, script: Any, se
 
 
 class Pen:
-    """An extractor that says what it was given."""
+    """An extractor that records its questions."""
 
     def __init__(self) -> None:
         self.calls: list[list[Question]] = []
@@ -254,7 +254,7 @@ def test_the_extractor_gets_question_thinking_and_query(tiny_index: Index) -> No
     found = tiny_index.search(["mayor", "rival"], 2)
     assert [q.passages for q in questions] == [tuple(hit.passage for hit in one) for one in found]
     assert reader.readings[asks[1].packed()].evidence == "E1"
-    # Where nothing is found there is nothing to read, and no model is asked.
+    # If the search finds nothing, there is nothing to read and no model is run.
     assert reader.search([AgentSearch("Who?", "", "zzz").packed()], 2) == [[]] and tiny_index.search(["zzz"], 2) == [[]]
     assert [len(call) for call in pen.calls] == [2, 0]
     with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""`thresher extract` stopped and gone on with, its conversations with chat models, and what the command refuses."""
+"""`thresher extract` interrupted and resumed, its conversations with chat models, and what the command refuses."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
-# --- A run's best checkpoint
+# --- The best checkpoint of a run
 
 
 def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
     plan: ExtractionPlan, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 0 is the model that the run started from; prompt, passages' form, budget and k are the run's recipe's."""
+    """Step 0 is the model that the run started from; prompt, passage format, budget and k are the run's own."""
     run = make_run(
         tmp_path / "run",
         plan.model,
@@ -70,7 +70,7 @@ def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
     assert cli.run([*words, "--distractors", "1", "--loop", "agentic", "--agent-model", plan.model]) == 2
 
 
-# --- Stopped and gone on with
+# --- Interrupted and resumed
 
 
 def test_a_run_goes_on_where_it_stopped(plan: ExtractionPlan, script: Any) -> None:
@@ -89,7 +89,7 @@ def test_a_run_goes_on_where_it_stopped(plan: ExtractionPlan, script: Any) -> No
         "three",
     ]
     assert seen == [1, 2, 3] and figures["questions"] == 3
-    # Nothing is left to do, not even to load a model.
+    # Nothing is left to do, not even loading a model.
     assert extract(replace(plan, batch=5)) == figures
 
 
@@ -105,7 +105,7 @@ def test_an_endpoint_that_fails_costs_nothing_that_was_done(
         extract(with_chat)
     assert sorted(line["evidence"] for line in lines(plan)) == ["note 0", "note 1", "note 2"]
     assert not any("answer" in line for line in lines(plan)) and len(server.asked) == 2
-    script({})  # the extractor is not asked again, nor is the chat model for what it has said
+    script({})  # the extractor is not run again, and the chat model is not asked again for replies that it gave
     server.reply = lambda content: ANSWER
     figures = extract(with_chat)
     assert len(server.asked) == 4 and [line["answer"] for line in lines(plan)] == ["Carl Dorn"] * 3
@@ -127,7 +127,7 @@ def test_only_one_process_writes_to_a_file(plan: ExtractionPlan) -> None:
 def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any, tmp_path: Path) -> None:
     script({n: [EOS] for n in range(3)})
     figures = extract(plan)
-    # What decides no record may change.
+    # Settings that do not affect a record may change.
     assert extract(replace(plan, overrides=(*SMALL[1:], "model.device=cpu"), batch=1, patience=1.0)) == figures
     with pytest.raises(UserError, match=r"e\.jsonl: was begun with k 5, not 2; choose another file"):
         extract(replace(plan, k=2))
@@ -163,7 +163,7 @@ def test_a_line_that_was_broken_is_named(plan: ExtractionPlan, script: Any, brok
     extract(plan)
     first, second, *_ = lines(plan)
     side = Path(plan.out).with_suffix(".json")
-    side.write_text(json.dumps({"settings": read_object(side)["settings"]}))  # as of an earlier version
+    side.write_text(json.dumps({"settings": read_object(side)["settings"]}))  # as written by an earlier version
     Path(plan.out).write_text(json.dumps(first) + "\n" + json.dumps(second | broken) + "\n")
     with pytest.raises(UserError, match=rf"e\.jsonl:2: {fault}; choose another file to write, or delete this one"):
         extract(plan)
@@ -250,7 +250,7 @@ def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
 
 
 def test_the_command(plan: ExtractionPlan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing scripted: whatever the tiny model writes is a result."""
+    """Nothing is scripted: whatever the tiny model writes is a result."""
     arguments = ["extract", "--model", plan.model, "--questions", plan.questions, "--out", plan.out]
     arguments += [part for text in SMALL for part in ("--set", text)]
     assert cli.run([*arguments, "--template", str(plan.template), "--answer-model", plan.model]) == 0

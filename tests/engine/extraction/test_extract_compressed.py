@@ -1,4 +1,4 @@
-"""`thresher extract --refiner`: the same file of evidence from who keeps parts of the passages, and it is resumed."""
+"""`thresher extract --refiner`: compressors write the same file of evidence, which can be resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thresher.retrieval.questions import Question
 
 @pytest.fixture
 def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> ExtractionPlan:
-    """Of a policy's refiner; three questions, in two batches."""
+    """Return a plan for a policy's refiner; three questions, in two batches."""
     return replace(make_plan(tmp_path, tiny_model_folder, tiny_questions), template=None, batch=2)
 
 
@@ -57,7 +57,7 @@ def test_a_file_of_evidence_that_is_gone_on_with(plan: ExtractionPlan, name: Nam
         assert line["compression_ratio"] >= 1
     assert figures["questions"] == 3 and figures["compression_ratio"] > 1 and "recall_rationale" not in figures
     assert read_evidence(plan.out) == {line["id"]: line["evidence"] for line in whole}
-    # As a kill leaves it: a line, and half of the next.
+    # As a kill leaves it: one line, and half of the next.
     first, second, *_ = Path(plan.out).read_bytes().splitlines(keepends=True)
     Path(plan.out).write_bytes(first + second[:20])
     side = Path(plan.out).with_suffix(".json")
@@ -114,7 +114,7 @@ def test_what_a_refiner_cannot_be_told(
 
 
 def test_from_filco_s_data_to_its_evidence(plan: ExtractionPlan, tmp_path: Path) -> None:
-    """As typed: records with the prompt in which extract asks, and evidence between its tags."""
+    """Through the commands: records with extract's prompt, and evidence between its tags."""
     records = tmp_path / "filco.jsonl"
     questions = Path(plan.questions)
     asked = [json.loads(line) for line in questions.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""AdamW with its moments elsewhere or in 8 bits, beside torch's and float64's; checkpoints of it."""
+"""AdamW with its moments in CPU memory or in 8 bits, against torch's and float64; its checkpoints."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.optim.master_weights import make_optimizer
 from thresher.engine.store.checkpoint import load_optimizer, save_checkpoint
 
-LARGE, SMALL = (17, 300), (11,)  # two blocks a row, of which the second is not full
+LARGE, SMALL = (17, 300), (11,)  # two blocks per row, the second of which is not full
 
 
 class Weights(nn.Module):
@@ -53,7 +53,7 @@ def stored(state: dict[str, torch.Tensor], name: str, signed: bool) -> torch.Ten
 
 def test_what_a_recipe_gets() -> None:
     assert type(trained(OptimSection(), 0)[1]) is torch.optim.AdamW
-    # Masters in CPU memory are stepped there, by torch's own; moments can be moved there alone.
+    # Masters in CPU memory are stepped there by torch's own AdamW; only the moments can be moved there alone.
     assert type(trained(OptimSection(offload="masters"), 0)[1]) is torch.optim.AdamW
     elsewhere = make_optimizer(nn.Linear(2, 2, device="meta"), OptimSection(offload="moments"), 0.1)
     assert isinstance(elsewhere, PartwiseAdamW) and elsewhere.storage == torch.device("cpu")
@@ -89,7 +89,7 @@ def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatc
     states = [trained(OptimSection(**settings, optimizer_state_dtype="8bit"), steps) for steps in range(1, 7)]
     for name, signed in module.MOMENTS:
         *_, found = moments = [stored(each.state[weights.large], name, signed) for weights, each in states]
-        # Half a step of the table each time, and half of that on average, carried on by a beta of .9: six make 4.7.
+        # Half a step of the table each time, half of that on average, decayed by a beta of .9: six of them make 4.7.
         half = (0.45 / 64 if signed else 0.45 / 128) * max(float(moment.abs().max()) for moment in moments)
         error = (found - truth[name]).abs()
         assert 0 < float(error.max()) <= 4.7 * half  # bound: sums of half a step of the largest of any step
@@ -123,13 +123,13 @@ def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
         other = make_optimizer(weights, wanted, 0.01)
         with pytest.raises(UserError, match=r"optim\.optimizer_state_dtype, that it was saved with"):
             load_optimizer(path, other, weights.named_parameters())
-    # Float32 moments are the same wherever they lie.
+    # Float32 moments are the same wherever they are stored.
     load_optimizer(path, make_optimizer(weights, OptimSection(offload="moments"), 0.01), weights.named_parameters())
 
 
 def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
-    """The third step: its weights up to float32's rounding, its moments up to half a step of the table."""
-    lr, beta1, beta2, eps, decay = 0.01, 0.75, 0.9375, 1e-2, 0.1  # betas that float32 has
+    """At the third step, weights are exact up to float32 rounding, and moments up to half a step of the table."""
+    lr, beta1, beta2, eps, decay = 0.01, 0.75, 0.9375, 1e-2, 0.1  # betas that float32 represents exactly
     optim = OptimSection(betas=(beta1, beta2), eps=eps, weight_decay=decay, optimizer_state_dtype="8bit")
     weights, optimizer = trained(optim, 2)
     state = optimizer.state[weights.large]
@@ -147,7 +147,7 @@ def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     error = (weights.large.detach().double() - (w * (1 - lr * decay) - rate * m)).abs()
     rounding = 2**-24 * (3 * w.abs() + 10 * rate * m.abs()) + rate * error_of_m
     assert bool((error <= rounding).all())  # bound: a decay, a difference; constants, roots, a division, products
-    rounded = error_of_m + 2**-23 * m.abs(), 2**-21 * v  # the table's value times the scale rounds twice
+    rounded = error_of_m + 2**-23 * m.abs(), 2**-21 * v  # the product of table value and scale rounds twice
     for moment, found, half, slack in zip((m, v), moments(), (0.45 / 64, 0.45 / 128), rounded, strict=True):
         for columns in (slice(0, 256), slice(256, 300)):
             largest, of_rounding = (x[:, columns].abs().amax(1, keepdim=True) for x in (moment, slack))

@@ -1,4 +1,4 @@
-"""Masters in another memory than the policy: with both on a CPU, the bits of masters beside it."""
+"""Masters in another memory than the policy: with both on a CPU, the bits are those of masters in the same memory."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -32,7 +32,7 @@ def items(seed: int) -> list[TrainSequence]:
 def test_masters_in_another_memory_change_no_bit(
     make_tiny_policy: Callable[..., Policy], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STRETCH", 700)  # several to a matrix
+    monkeypatch.setattr(module, "STRETCH", 700)  # several per matrix
     ends, copied = [], list[int]()
     monkeypatch.setattr(MasterWeights, "_note_copy", lambda _, number: copied.append(number))
     for offload in ("none", "masters"):

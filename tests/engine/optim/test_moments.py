@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the table's values, the nearest of them, and how far that is."""
+"""Moments in 8 bits: the values of the table, rounding to the nearest of them, and its error."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ LENGTHS = (1, 63, BLOCK, 1025)
 
 
 def values(count: int, signed: bool, seed: int = 0) -> torch.Tensor:
-    """Over ten decades, as moments are."""
+    """Return values over ten decades, as moments have."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, generator=generator) * 10.0 ** (-10 * torch.rand(count, generator=generator))
     return x if signed else x.abs()
@@ -33,7 +33,7 @@ def test_the_tables_are_dynamic_quantisations() -> None:
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("count", LENGTHS)
 def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> None:
-    """Of rows of `count` values, which are quantised each by itself."""
+    """Rows of `count` values are quantised independently."""
     x_RC = values(3 * count, signed).view(3, count)
     codes_RC, scale_RB = quantise(x_RC, signed)
     assert codes_RC.dtype == torch.uint8 and scale_RB.dtype == torch.float32
@@ -49,14 +49,14 @@ def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> 
         assert bool((error <= distances.min(1).values + 1e-7 * largest).all())  # bound: the nearest
         half = 0.45 / 64 if signed else 0.45 / 128
         assert bool((error <= half * largest * (1 + 1e-4)).all())  # bound: and float32's rounding of the table
-        assert found[start : start + BLOCK].abs().max() == largest or signed  # a negative one is at most .993 of it
+        assert found[start : start + BLOCK].abs().max() == largest or signed  # negative: at most .993 of it
     again = quantise(found[None], signed)
     assert signed or torch.equal(again[0][0], codes_RC[1])
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_those_of_a_search(signed: bool) -> None:
-    """At every edge, beside it, and everywhere else."""
+    """At every edge, just above and below it, and everywhere else."""
     table = code_table(signed)
     edges = (table[1:] + table[:-1]) / 2
     above, beneath = (edges.nextafter(torch.tensor(end)) for end in (2.0, -2.0))

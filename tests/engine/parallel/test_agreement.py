@@ -1,4 +1,4 @@
-"""Test that ranks which were given different work, or work that cannot be shared out, are refused: all say the same."""
+"""Test that ranks with different work, or with work that cannot be divided, are refused, all with the same message."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from thresher.engine.scoring.score import Judges
 from thresher.engine.training.train import train
 
 Facts = dict[str, Any]
-OWN_SYSTEM = "from thresher.engine.systems.eval_rar import Options, system\n"  # and what all other files hold
+OWN_SYSTEM = "from thresher.engine.systems.eval_rar import Options, system\n"  # also the content of all other files
 
 
 @dataclass(frozen=True, slots=True)
 class First(Ranks):
-    """Rank 0, which the others have told what they have."""
+    """Rank 0, which has the facts of the other ranks."""
 
     others: tuple[Facts, ...] = ()
 
@@ -34,7 +34,7 @@ class First(Ranks):
 
 @dataclass(frozen=True, slots=True)
 class Second(Ranks):
-    """A rank of two. told: what it has told rank 0; decided: what that has found."""
+    """A rank of two. told: the facts that it sent to rank 0; decided: rank 0's result."""
 
     rank: int = 1
     count: int = 2
@@ -59,7 +59,7 @@ def first(*others: Facts) -> First:
 
 
 def difference(theirs: Facts, recipe: Recipe, out: Path, checkpoint: Path | None = None) -> str:
-    """In what rank 1, which has told this, differs from rank 0, as rank 0 says it."""
+    """Return the difference between rank 1, with these facts, and rank 0, as rank 0 reports it."""
     with pytest.raises(UserError) as refused:
         check_config_sync(recipe, first(theirs), out, checkpoint)
     begin, end = "rank 1 has another run than rank 0: ", "; give every rank the same recipe, files and folders"
@@ -70,7 +70,7 @@ def difference(theirs: Facts, recipe: Recipe, out: Path, checkpoint: Path | None
 
 @pytest.fixture
 def recipe(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Recipe:
-    """Of files that a test may change."""
+    """Return a recipe whose files a test may change."""
     files = {name: str(tmp_path / name) for name in ("train.jsonl", "dev.jsonl", "prompt.txt", "mine.py")}
     (tmp_path / "model").mkdir()
     for path in (*files.values(), tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"):
@@ -92,7 +92,7 @@ def test_whatever_differs_is_named_with_both_values(recipe: Recipe, tmp_path: Pa
     elsewhere = told(recipe, tmp_path / "other")
     assert difference(elsewhere, recipe, out) == f"--out is {tmp_path}/other there, {out} on rank 0"
     assert difference(same, recipe, out) == "the checkpoint to resume from is model there, absent on rank 0"
-    # Files of the same names on another machine.
+    # Files with the same names on another machine.
     for file, name in (
         *((name, f"the content of {tmp_path / name} is ") for name in ("train.jsonl", "dev.jsonl")),
         *((name, f"the content of {tmp_path / name} is ") for name in ("mine.py", "prompt.txt")),

@@ -1,4 +1,5 @@
-"""Runs with run.async: two processes over gloo against the same schedule in one, and what a kill or a signal leaves."""
+"""Runs with run.async: two processes over gloo against the same schedule in one, and the state after a kill or a
+signal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,14 +32,14 @@ from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.policy.model import hf_views, load_policy
 
 STEPS = 4
-OF_PROCESS = {"threads", "wait_policy"}  # of the tests' own, or of a worker
+OF_PROCESS = {"threads", "wait_policy"}  # of the test process, or of a worker
 TWO = {"ranks": 2}
 PARTIAL: dict[str, Any] = {"partial": True, "max_staleness": 1, "max_num_seqs": 6}
 
 
 @dataclass
 class Expected:
-    """A step of the oracle: its stored trajectories, its record, and the weights behind it."""
+    """A step of the oracle: its stored trajectories, its record, and the weights after it."""
 
     lines: list[dict[str, Any]]
     record: dict[str, Any]
@@ -69,7 +70,7 @@ def asynchronous(base: dict[str, dict[str, Any]], **changes: dict[str, Any]) -> 
 
 
 def loaded(recipe: Recipe, folder: Path) -> GrpoStep:
-    """A step in this process, with the weights in a folder."""
+    """Return a step in this process, with the weights of a folder."""
     context = load_run_context(recipe, folder)
     decided, _ = check_memory(recipe, folder)
     retriever = load_retrieval(recipe, context.system)
@@ -83,7 +84,7 @@ def loaded(recipe: Recipe, folder: Path) -> GrpoStep:
 
 
 def oracle(recipe: Recipe) -> list[Expected]:
-    """The same schedule, one thing after the other: the next groups are sampled before this step's are learned."""
+    """Run the same schedule sequentially: the next groups are sampled before this step's groups are learned."""
     step, found = loaded(recipe, starting_weights(recipe, None)), []
     ahead = step.sample(1)
     for number in range(1, STEPS + 1):
@@ -103,7 +104,8 @@ def oracle(recipe: Recipe) -> list[Expected]:
 
 @pytest.fixture(scope="module")
 def runs(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
-    """Nothing interrupts "two" and "partial"; "interrupted" gets a signal in its third step, and goes on."""
+    """Play the runs. "two" and "partial" are not interrupted; "interrupted" gets a signal in its third step and is
+    resumed."""
     recipes = {
         "two": asynchronous(base),
         "partial": asynchronous(base, rollout=PARTIAL),
@@ -139,8 +141,8 @@ def test_two_ranks_have_the_bits_of_the_schedule_in_one_process(runs: Runs, name
 
 
 def assert_as_in_one_process(recipe: Recipe, run: Path) -> list[Expected]:
-    """The run has the trajectories and the metrics of the oracle, which is returned; but for times, and for the gap of
-    log-probs, which no process measures where all happens in one."""
+    """Check that the run has the trajectories and metrics of the oracle, and return the oracle. Times are ignored, and
+    the gap of log-probs, which is not measured where all happens in one process."""
     needs_invariant_policy(load_policy(recipe.model.path))
     expected, gaps = oracle(recipe), {"logprob_gap", "logprob_gap_max"}
     for number, (step, record) in enumerate(zip(expected, steps_of(run), strict=True), start=1):
@@ -181,13 +183,13 @@ def test_with_more_parts_and_killed(base: dict[str, dict[str, Any]], tmp_path: P
     play(tmp_path, [{**run, "out": str(tmp_path / "whole")}, {**run, "struck": [1, "sample", 4, "SIGKILL"]}], killed=1)
     play(tmp_path, [{**run, "resume": True}])
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    if case != "stale":  # whose cache is given up at a checkpoint
+    if case != "stale":  # its cache is dropped at a checkpoint
         assert_as_in_one_process(recipe, tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_every_step_is_drawn_by_the_weights_two_steps_before(runs: Runs) -> None:
-    """By a rollout in one process, of the weights that the run has saved."""
+    """The reference is a rollout in one process with the weights that the run saved."""
     recipe = runs.recipes["two"]
     needs_invariant_policy(load_policy(recipe.model.path))
     alone = replace(recipe, run=replace(recipe.run, async_=False))
@@ -284,7 +286,7 @@ def test_a_clock_of_rollouts_side_by_side() -> None:
 def test_a_run_that_is_killed_three_times_has_the_bits_of_one_that_was_not(
     runs: Runs, tmp_path: Path, name: str
 ) -> None:
-    """In an update, in a rollout beside one, and in a checkpoint, of which the other rank hears nothing."""
+    """Killed in an update, in a rollout next to one, and in a checkpoint, of which the other rank is not told."""
     run = {"out": str(tmp_path / "run"), "recipe": str(runs.folder / f"{name}.toml"), **TWO}
     for number, struck in enumerate(([0, "learn", 2], [1, "sample", 3], [0, "save", 1])):
         play(tmp_path, [{**run, "resume": number > 0, "struck": [*struck, "SIGKILL"]}], killed=struck[0])
@@ -306,7 +308,8 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(runs: Runs, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks_sample_the_same_and_train_the_same(runs: Runs, tmp_path: Path, ranks: int) -> None:
-    """Of three one trains; of four two, which share the weights, whose gradients are then sums in another order."""
+    """Of three ranks one trains. Of four two train, which share the weights; their gradients are sums in another
+    order."""
     needs_invariant_policy(load_policy(runs.recipes["two"].model.path))
     run = {"out": str(tmp_path / "run"), "recipe": str(runs.folder / "two.toml"), "ranks": ranks}
     play(tmp_path, [{**run, "struck": [ranks - 1, "sample", 3, "SIGTERM"]}, {**run, "resume": True}])

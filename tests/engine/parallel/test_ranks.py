@@ -1,4 +1,4 @@
-"""Who takes part and who does what: all that needs no second process."""
+"""Ranks: which take part and what each does; all tests that need no second process."""
 
 import pickle
 import signal
@@ -44,7 +44,7 @@ def test_parts_and_rows_are_everything_once(count: int, total: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     rows = [rows_of(total, ranks) for ranks in of(count)]
     assert [number for each in rows for number in range(total)[each]] == list(range(total))
-    # As torch.chunk shares rows out, which is how fully_shard does.
+    # Rows are divided as by torch.chunk, which fully_shard uses.
     chunks = [len(chunk) for chunk in torch.arange(total).chunk(count)] if total else []
     assert [each.stop - each.start for each in rows if each.stop > each.start] == chunks
 
@@ -105,7 +105,7 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
 
 
 def test_a_steps_record_is_that_of_all_ranks() -> None:
-    """Means over trajectories in their order, means over tokens, sums of counts, the slowest rank's seconds."""
+    """Means over trajectories in their order, means over tokens, sums of counts, the time of the slowest rank."""
     parts = [part([2, 3, 7], 2.0, 0.5), part([0, 1, 9], 4.0, -0.25)]
     record = step_record(3, parts)
     rows = sorted((row for each in parts for row in each.rows), key=lambda row: row.place)
@@ -120,7 +120,7 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
     assert {key: record[key] for key in wanted} == wanted
     waiting = [replace(each, clock=each.clock | {"slots": 0, "busy_slots": 0}) for each in parts]
     assert step_record(3, waiting)["slots_busy"] is None
-    refilled = step_record(3, parts, refill=True)  # with rollout.partial ranks have rounds of their own
+    refilled = step_record(3, parts, refill=True)  # with rollout.partial each rank has rounds of its own
     counts = {"refill_rounds": 2, "refilled_groups": 2, "tokens_set_aside": 60}
     assert {key: value for key, value in refilled.items() if key not in record} == counts
     # A rank whose groups were all dropped has no sums, and its counts are 0.
@@ -186,17 +186,17 @@ def test_ranks_that_do_not_meet_are_named(
     of_its_own = "shapes" in str(error)
     with pytest.raises(RuntimeError if of_its_own else UserError, match=expected), joined():
         pass
-    # The rank that ended first has time to print its error; torchrun reads the reason of this one.
+    # A rank that ended first has time to print its error; torchrun reads the reason of this rank.
     assert len(waits) == (not of_its_own)
     assert torchrun.exists() != of_its_own and (of_its_own or "did not meet" in torchrun.read_text())
 
 
-# how it ends
+# the end of a run
 
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The environment of two ranks that do not connect, but for who is who; the file where torchrun reads a reason."""
+    """Set the environment of two ranks that do not connect, but not their numbers; return torchrun's error file."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -210,7 +210,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def raised(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> BaseException:
-    """What leaves `joined` where a rank's work raises this."""
+    """Return the exception that leaves `joined` if the work of a rank raises this one."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, str(rank))
     with pytest.raises(BaseException) as left, joined() as ranks:
@@ -267,7 +267,7 @@ def test_rank_0_alone_speaks_of_an_interruption(
 
 @dataclass(frozen=True, slots=True)
 class Beside(Ranks):
-    """A rank beside one that has got the signal `other`. told: the signals that this one has told the other of."""
+    """A rank next to one that got the signal `other`. told: the signals that this rank has reported to it."""
 
     count: int = 2
     other: int = 0
@@ -291,25 +291,25 @@ def test_a_signal_to_one_rank_ends_the_work_of_all() -> None:
 
     for ranks, number, named in (
         (Beside(other=signal.SIGTERM), 0, "SIGTERM"),
-        (Beside(rank=1), signal.SIGTERM, "SIGTERM"),  # a process in the background may ignore SIGINT
+        (Beside(rank=1), signal.SIGTERM, "SIGTERM"),  # a background process may ignore SIGINT
     ):
         with pytest.raises(Interrupted, match=named):
             work(ranks, number)
         assert ranks.told == [number]
-    assert done == ["work without collectives"]  # of the rank that got none
+    assert done == ["work without collectives"]  # of the rank that got no signal
     work(Beside(), 0)
     assert done[1:] == ["work without collectives", "an update"]
 
 
 class Three(Ranks):
-    """Rank 0 of three, of which the others have nothing to ask, and two things."""
+    """Rank 0 of three; one of the others has nothing to ask, the other has two cases."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value, [], [(("g",), "yes"), (("g",), "no")]]
 
 
 class Behind(MasterWeights):
-    """A rank of which another always has two micro-batches more."""
+    """A rank next to which another one always has two more micro-batches."""
 
     def max_over_ranks(self, count: int) -> int:
         return count + 2

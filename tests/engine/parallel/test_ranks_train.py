@@ -1,11 +1,11 @@
-"""Several ranks train what one trains: processes over gloo, each with a thread of its own, on a small model.
+"""Several ranks train as one rank does: processes over gloo, each with one thread, on a small model.
 
-All that needs processes is run once, by `runs`, for starting them takes longer than what they do. How far the weights
-may be apart is set by what moves them: at lr = eps = 0.01 a weight moves by g / (|g| + eps) hundredths, so that a
+All runs that need processes are made once, by `runs`, because starting processes takes longer than the runs. How far
+weights may differ follows from their update: at lr = eps = 0.01 a weight moves by g / (|g| + eps) hundredths, so that a
 gradient's rounding error reaches it no larger than it is, while the step itself is thousands of times larger.
 
 "parts" has 8-bit moments and four optimiser steps. There a rounding error may tip a moment into the neighbouring code:
-of very few, and by a code's width, .9 / 64 of the largest magnitude in its block at most (adamw.py).
+only very few, and by one code's width, .9 / 64 of the largest magnitude in its block, at most (adamw.py).
 """
 
 import math
@@ -36,10 +36,10 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
 TOLERANCE = 1e-6
-# Which samples share a forward, and what they can share, follows from how many are on a rank.
+# Which samples share a forward, and what they can share, depends on their number on a rank.
 BY_RANK = {"prefilled_tokens", "shared_tokens", "preemptions"}
 PARTIAL = ["rollout.partial=true", "rollout.max_num_seqs=4", "rollout.max_staleness=1"]
-OF_PROCESS = {"threads", "wait_policy"}  # of the tests' own, or of a worker
+OF_PROCESS = {"threads", "wait_policy"}  # of the test process, or of a worker
 
 
 @dataclass
@@ -63,7 +63,7 @@ def one_thread() -> Iterator[None]:
 
 
 def untied(folder: Path, source: Path) -> Path:
-    """The model of `source` with a head of its own, which begins as a copy of the embedding."""
+    """Save the model of `source` with an untied head, which begins as a copy of the embedding; return its folder."""
     tied = load_policy(source)
     policy = Policy(tied.config.replace(tie_word_embeddings=False))
     for name, view in hf_views(policy).items():
@@ -75,8 +75,8 @@ def untied(folder: Path, source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
-    """What is quickly tried with two ranks: "two" takes one step, as "one" does; "interrupted" gets a signal in its
-    second; "other-recipe" does not begin."""
+    """Play the quick runs of two ranks. "two" takes one step, as "one" does; "interrupted" gets a signal in its second
+    step; "other-recipe" does not begin."""
     recipe = small(base, run={"steps": 1})
 
     def make(folder: Path) -> None:
@@ -86,7 +86,7 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
         folding = small(base, run={"steps": 1}, system={"name": "mem1"})
         folding.write(folder / "folding.toml")
         train(folding, folder / "one-folding")
-        (folder / "own.py").write_text(OWN)  # whose branch has rewards of its own
+        (folder / "own.py").write_text(OWN)  # its branch has rewards of its own
         system = {"name": str(folder / "own.py"), "template": None}
         batch = small(base, run={"steps": 1}, grpo={"baseline": "batch", "scale": "batch"}, system=system)
         batch.write(folder / "batch.toml")
@@ -124,7 +124,7 @@ def test_two_ranks_take_the_step_of_one(pair: Runs) -> None:
 
 
 def test_two_ranks_train_the_contexts_of_one(pair: Runs) -> None:
-    """Of MEM1, whose context is folded after each search: the sums over tokens are over all contexts on all ranks."""
+    """MEM1 folds its context after each search: the sums over tokens are over all contexts on all ranks."""
     needs_invariant_policy(load_policy(pair.recipe.model.path))
     one, two = (sampled(pair.folder / f"{name}-folding", 1) for name in ("one", "two"))
     assert one == two
@@ -146,7 +146,7 @@ def test_two_ranks_take_mean_and_deviation_of_one_batch(pair: Runs) -> None:
 
 
 def test_rank_0_alone_changes_the_run_folder(pair: Runs) -> None:
-    """Also where a signal ends the run: both save, and rank 0 writes."""
+    """This holds too if a signal ends the run: both ranks save, and rank 0 writes."""
     for name, step in (("two", 1), ("interrupted", 1)):
         first, second = ((pair.folder / f"{name}.{rank}.changed").read_text() for rank in range(2))
         assert second == ""
@@ -166,11 +166,11 @@ def test_a_signal_to_one_of_two_ranks_ends_both_with_the_step_that_was_learned(p
 
 
 def test_each_of_two_ranks_has_a_queue_that_outlives_a_signal(pair: Runs) -> None:
-    """Rank 1 leaves its rollout of step 2. The groups that it had begun go on to the bits of an unbroken run."""
+    """Rank 1 leaves its rollout of step 2. The groups that it had begun end with the bits of an uninterrupted run."""
     interrupted, whole, resumed = (pair.folder / f"partial{end}" for end in ("-interrupted", "", "-resumed"))
     lines = [line for _, line in read_records(interrupted / "checkpoints/step_000001/unfinished.jsonl")]
     queues = {rank: [line.get("group", line.get("next")) for line in lines if line["rank"] == rank] for rank in (0, 1)}
-    assert queues == {0: [2, 2, 3], 1: [2, 2, 3]}  # the next number, and the groups with theirs
+    assert queues == {0: [2, 2, 3], 1: [2, 2, 3]}  # the next number, and each group's number
     assert lines[1]["log"] != lines[4]["log"]
     assert [sampled(whole, step) for step in (1, 2)] == [sampled(resumed, step) for step in (1, 2)]
     assert steps_of(whole)[1]["staleness_tokens"] == steps_of(resumed)[1]["staleness_tokens"]
@@ -239,7 +239,7 @@ def runs(
     def all_have(ranks: int, *changes: str) -> dict[str, Any]:
         return {"mine": {str(rank): changes for rank in range(ranks)}}
 
-    # Where things lie, and whether activations are kept, changes no result: so it is changed here and there.
+    # Where tensors are stored, and whether activations are kept, changes no result, so these vary between the runs.
     away = all_have(2, "optim.offload=masters", "grpo.reference=cpu")
     scenarios = [
         scenario(2, "plain-2"),
@@ -263,7 +263,7 @@ def runs(
 
 
 def assert_same_token_statistics(one: Path, several: Path) -> None:
-    """Of the first step, gathered from the ranks in the order of one's."""
+    """Compare statistics of the first step, gathered from the ranks in the order of a single rank."""
     kept, gathered = (load_file(run / "trajectories" / "step_000001.safetensors") for run in (one, several))
     assert [part.pop("branches_B").shape for part in (kept, gathered)] == [(0,), (0,)]
     assert kept.keys() == {
@@ -277,7 +277,7 @@ def assert_same_token_statistics(one: Path, several: Path) -> None:
     }
     assert torch.equal(kept["counts_N"], gathered["counts_N"])
     assert torch.equal(kept["sampled_P"], gathered["sampled_P"])
-    assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; out of its place a value differs by more
+    assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; a misplaced value differs by more
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -308,7 +308,7 @@ def test_weights_and_moments_after_a_step_are_those_of_one_rank(runs: Runs, one:
 
 
 def moments(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of an optimiser's state in 8 bits the values, each divided by the largest of its matrix."""
+    """Return the values of an optimiser's 8-bit state, each divided by the largest of its matrix."""
     found = {}
     for name, scale in state.items():
         if name.endswith("_scale"):
@@ -321,14 +321,14 @@ def moments(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("one", "other", "step"), [("parts-1", "parts-2", 1), ("parts-2", "parts-resumed-1", 2)])
 @pytest.mark.slow
 def test_8_bit_moments_are_those_of_one_rank_but_for_few_codes(runs: Runs, one: str, other: str, step: int) -> None:
-    """And go on with another number of ranks. Two steps after one another, so at most two codes' widths."""
+    """Resuming with another number of ranks works too. There are two successive steps, so at most two codes' widths."""
     needs_invariant_policy(load_policy(runs.recipe.model.path))
     first, second = (runs.weights(name, step) for name in (one, other))
     far = total = 0
     for name, weight in first.items():
         difference = (weight - second[name]).abs()
         far, total = far + int((difference > TOLERANCE).sum()), total + difference.numel()
-        assert float(difference.max()) < LR / 10, name  # of a step, which is LR at most
+        assert float(difference.max()) < LR / 10, name  # a step is at most LR
     assert far < total / 1000
     states = [runs.weights(name, step, "optimizer.safetensors") for name in (one, other)]
     assert states[0].keys() == states[1].keys() and states[0]["untied_head_VH.exp_avg"].dtype == torch.uint8
@@ -340,7 +340,7 @@ def test_8_bit_moments_are_those_of_one_rank_but_for_few_codes(runs: Runs, one: 
 
 @pytest.mark.slow
 def test_masters_and_reference_in_cpu_memory_change_no_bit(runs: Runs) -> None:
-    """In bfloat16, of a shipped recipe that has its layers and lengths cut."""
+    """In bfloat16, with a shipped recipe whose layers and lengths are reduced."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert apart(runs.weights("lear-2", 1, file), runs.weights("away-2", 1, file)) == 0
     assert load_recipe(runs.folder / "lear.toml").model.dtype == "bfloat16"
@@ -362,7 +362,7 @@ def test_recomputed_log_probs_have_the_statistics_of_one_rank(runs: Runs) -> Non
 @pytest.mark.parametrize("several", ["plain-2", "plain-4"])
 @pytest.mark.slow
 def test_metrics_of_a_step_are_those_of_one_rank(runs: Runs, several: str) -> None:
-    """Counts and means over trajectories to the bit; those of the update to rounding."""
+    """Counts and means over trajectories are equal to the bit, metrics of the update up to rounding."""
     (before, one), (before_several, other) = (
         [untimed(record) for record in metrics(runs.folder / name)[:2]] for name in ("plain-1", several)
     )
@@ -390,7 +390,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Runs, resum
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_behind_the_same_step(runs: Runs) -> None:
-    """Rank 1 leaves its rollout of step 2, rank 0 ends its own; step 1, which no save was due for, is saved by both."""
+    """Rank 1 leaves its rollout of step 2, rank 0 ends its own; both save step 1, for which no save was due."""
     assert [runs.error("interrupted-2", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
     kept = (runs.folder / "interrupted-2.kept").read_text()
     assert kept == f"{runs.folder / 'interrupted-2'} is saved up to step 1"
@@ -402,7 +402,7 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_step(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs: Runs) -> None:
-    """All find the same; the first says it, the others nothing."""
+    """All ranks find the same difference; the first one reports it, the others print nothing."""
     said = {}
     for name, ranks in (("other-recipe", 2), ("other-folder", 4), ("indivisible", 4)):
         *others, said[name] = sorted(runs.error(name, rank) for rank in range(ranks))
@@ -423,7 +423,7 @@ def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs
 def test_a_rank_that_dies_ends_all_and_the_run_goes_on_from_its_checkpoint(
     runs: Runs, tmp_path: Path, what: str
 ) -> None:
-    """By torchrun, as a person starts it: the reason is said once, and step 1 is kept."""
+    """Started by torchrun, as a user does: the reason is printed once, and step 1 is kept."""
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(WORKER), what, "train", str(runs.folder / "plain.toml"), "--out", str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
@@ -436,9 +436,9 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_from_its_checkpoint(
         said = [line for line in ended.stderr.splitlines() if line.startswith("thresher: ")]
         reason = "thresher: questions.jsonl: line 7 is on fire; put it out"
         assert said.count(reason) == 1
-        # Rank 0, which torchrun ends, may come to say what is kept.
+        # Rank 0, which torchrun ends, may still print what is kept.
         assert all(line.startswith("thresher: interrupted; ") for line in said if line != reason)
-        assert "local_rank: 1" in ended.stderr  # torchrun's own report, which names the rank
+        assert "local_rank: 1" in ended.stderr  # torchrun's own report names the rank
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
     if what == "killed":
         train(runs.recipe, tmp_path / "run", resume=True)

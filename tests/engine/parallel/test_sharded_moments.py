@@ -1,4 +1,4 @@
-"""Test that of the moments which one process has saved, each of several ranks takes the rows of its weights."""
+"""Test that each of several ranks takes the rows of its weights from the moments that one process has saved."""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from thresher.engine.parallel.sharded_weights import ShardedWeights, rows_of
 from thresher.engine.store.checkpoint import save_checkpoint
 from thresher.engine.training.update import Updater
 
-ROWS, COLUMNS = 5, 300  # of which moments in 8 bits have two blocks
+ROWS, COLUMNS = 5, 300  # 8-bit moments of a row have two blocks
 
 
 class Saved(nn.Linear):
@@ -25,7 +25,7 @@ class Saved(nn.Linear):
         save_model(self, str(path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("count", [2, 4])  # of four, one has no row
+@pytest.mark.parametrize("count", [2, 4])  # with four ranks, one has no row
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_each_rank_takes_its_rows_of_the_moments(tmp_path: Path, moments: Any, count: int) -> None:
     optim = OptimSection(optimizer_state_dtype=moments)

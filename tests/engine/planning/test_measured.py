@@ -1,6 +1,6 @@
-"""The plan against a process: a real run's resident memory, from what is imported to its peak.
+"""The plan against a process: a real run's resident memory, from its imports to its peak.
 
-One run computes the prompt of a group once, as a run does by itself, and the other one for each of its samples.
+One run computes a group's prompt once, as runs do by default, the other one for each of its samples.
 """
 
 import json
@@ -62,7 +62,7 @@ print(planned, now("VmHWM") - before)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model, questions, and two prompts that each fill their run's context."""
+    """Make a random model, questions, and two prompts that each fill their run's context; return the folder."""
     from thresher.engine.world.random_model import initialise
 
     folder = tmp_path_factory.mktemp("measured")
@@ -70,19 +70,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
     (folder / "config.json").write_text(json.dumps(FIXED | SIZES))
     initialise(folder / "config.json", folder / "model", train_on=[folder / "questions.jsonl"], vocab_size=280)
-    # The question comes first, or all groups would share what lies before it.
+    # The question comes first; otherwise all groups would share the text before it.
     for name, count in (("long", 192), ("short", 96)):
         (folder / f"{name}.txt").write_text("{question} " + "Zq" * count + "\n")
     return folder
 
 
-# Two questions: four samples that share a long prompt, beside a reference; two of a short one, without.
+# Two questions: four samples that share a long prompt, with a reference; two of a short one, without a reference.
 SHARED = ("long", "group_size = 4\nmax_context = 416", "[grpo]\nbeta = 0.001")
 APART = ("short", "group_size = 2\nmax_context = 224", "[grpo]\nbeta = 0.0")
 
 
 def write_recipe(folder: Path, out: Path, prompt: str, rollout: str, tables: str) -> None:
-    """Of one step."""
+    """Write the recipe of a run of one step."""
     (out / "recipe.toml").write_text(
         f"""
 [model]
@@ -112,9 +112,9 @@ steps = 1
 @pytest.mark.parametrize("case", [SHARED, APART], ids=["shared", "apart"])
 @pytest.mark.slow
 def test_a_run_takes_what_was_planned(tmp_path: Path, folder: Path, case: tuple[str, str, str]) -> None:
-    """Within a tenth, of more than 500 MiB where there is a reference."""
+    """Plan and process agree within a tenth of more than 500 MiB, if there is a reference."""
     write_recipe(folder, tmp_path, *case)
-    # As where memory is scarce (`RETURN_MEMORY` of common/machine.py). What is kept leaves holes, up to a sixth more.
+    # As where memory is scarce (`RETURN_MEMORY` of common/machine.py). Otherwise holes take up to a sixth more.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment["MALLOC_MMAP_THRESHOLD_"] = str(RETURN_MEMORY[0])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Bytes of a plan: what autograd keeps against what torch keeps, trajectories that begin alike, and the disk."""
+"""Bytes of a plan: what autograd keeps against what torch keeps, trajectories with the same prefix, and the disk."""
 
 import math
 import shutil
@@ -38,7 +38,7 @@ from thresher.policy.lora import TARGETS, add_lora
 from thresher.policy.model import init_policy
 
 TOKENS, SEQUENCES, RANK = 48, 3, 5
-# Of TOKENS tokens: sequences by themselves, and two that begin with half of them.
+# Layouts of TOKENS tokens: separate sequences, and two that share half of the tokens as their prefix.
 LAYOUTS = {
     False: lambda: Varlen([TOKENS // SEQUENCES] * SEQUENCES),
     True: lambda: PrefixForest([TOKENS // 2, TOKENS // 4, TOKENS // 4], [-1, 0, 0]),
@@ -47,7 +47,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...] | None, shared: bool) -> float:
-    """Bytes a token of the storages that a forward saves, parameters and what is made of them alone left out."""
+    """Return the bytes per token of the storages that a forward saves, but not parameters or tensors of these alone."""
     policy = init_policy(config, 0).to(dtype)
     policy.requires_grad_(True)
     if targets is not None:
@@ -57,7 +57,7 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         key = x.untyped_storage().data_ptr()
-        # A and B, cast and padded, are saved once a forward: neither of their axes is one of tokens.
+        # A and B, cast and padded, are saved once per forward: neither of their axes is a token axis.
         if key not in parameters and (x.dim() == 1 or TOKENS in x.shape or TOKENS // SEQUENCES in x.shape):
             kept[key] = x.untyped_storage().nbytes()
         return x
@@ -79,7 +79,7 @@ def on_gpu(**tables: dict[str, Any]) -> Recipe:
 def setting_of(
     dtype: torch.dtype, targets: tuple[str, ...] | None, device: str = "cpu", shared: bool = False
 ) -> PlanSetting:
-    """shared: prompts of a thousand tokens, once for eight samples."""
+    """Return the setting of a plan. shared: prompts of a thousand tokens are computed once for eight samples."""
     setting = read_setting(
         recipe(
             model={"path": "m", "dtype": str(dtype)[6:], "device": device},
@@ -96,7 +96,7 @@ def setting_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str, ...] | None, shared: bool) -> None:
-    """To the byte, with grouped queries, three layers, and widths that no two axes share."""
+    """Equal to the byte, with grouped queries, three layers, and different widths of all axes."""
     config = make_config(
         num_hidden_layers=3, hidden_size=56, intermediate_size=104, num_attention_heads=14, num_key_value_heads=2
     )
@@ -108,8 +108,8 @@ def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 def test_layers_of_several_types(dtype: torch.dtype, shared: bool) -> None:
-    """All weights trained: to what does not grow with the tokens, which is not counted. Adapters: at most a seventh too
-    much, for what stands before the first of them keeps nothing."""
+    """All weights trained: equal except for storages that do not grow with the tokens, which are not counted. Adapters:
+    at most a seventh too much, because nothing before the first adapter is kept."""
     config = make_config(
         model_type="qwen3_5_text",
         num_hidden_layers=4,
@@ -131,7 +131,7 @@ def test_layers_of_several_types(dtype: torch.dtype, shared: bool) -> None:
 
 def test_a_layer_on_a_gpu_by_hand() -> None:
     """Qwen2.5-7B's layer in bfloat16: H 3584, I 18,944, N 28, K 4, D 128. The fused norm keeps its sum, the fused gate
-    only its input; queries and keys lie beside the projection that they were turned from."""
+    only its input; rotated queries and keys are kept as well as the projection that they come from."""
     config = make_config(
         hidden_size=3584, intermediate_size=18_944, num_attention_heads=28, num_key_value_heads=4, vocab_size=100
     )
@@ -152,7 +152,7 @@ CONFIG = MODELS["0.5B"]
 
 
 def of_system(name: str, **rollout: Any) -> PlanSetting:
-    """The setting of a recipe that says nothing else, as `thresher plan` reads it."""
+    """Return the setting of a recipe that names only the system, as `thresher plan` reads it."""
     tables: dict[str, Any] = {"model": {"path": "m"}, "system": {"name": name}, "rollout": rollout}
     return read_setting(make_recipe(tables, "test", [], lambda system: load_system(system, {}).preset))
 
@@ -173,7 +173,7 @@ def test_lengths_are_those_of_a_systems_preset(name: str, sampled: int, searched
     assert found.prompt + found.own == found.length
 
 
-# Two questions of four samples: a prompt of 900 tokens, of their own 100.
+# Two questions of four samples: a prompt of 900 tokens, and 100 tokens of each sample.
 SMALL = {"group_size": 4, "questions_per_step": 2, "max_turns": 1, "max_policy_tokens": 100, "max_context": 1000}
 
 
@@ -187,7 +187,7 @@ SMALL = {"group_size": 4, "questions_per_step": 2, "max_turns": 1, "max_policy_t
     ],
 )
 def test_a_micro_batch_is_counted_in_computed_tokens(optim: dict[str, Any], tokens: int, several: bool) -> None:
-    """Up to the budget, and at least one whole context."""
+    """A micro-batch takes tokens up to the budget, and at least one whole context."""
     setting = read_setting(recipe(rollout=SMALL, optim=optim))
     assert micro_batch(setting) == (tokens, several)
     activations = plan(CONFIG, recipe(rollout=SMALL, optim=optim | {"checkpoint_activations": "off"})).phases["loss"][
@@ -197,7 +197,7 @@ def test_a_micro_batch_is_counted_in_computed_tokens(optim: dict[str, Any], toke
 
 
 def test_a_longer_context_never_needs_less() -> None:
-    """Nor where a prompt begins to be worth sharing, on which the search for the longest that fits relies."""
+    """Also where a prompt begins to be worth sharing, on which the search for the longest context that fits relies."""
     tokens = [micro_batch(of_system("naive_grpo", max_context=n, max_turn_tokens=60))[0] for n in range(2, 200)]
     assert tokens == sorted(tokens) and tokens[-1] > tokens[0]
 
@@ -210,7 +210,7 @@ def test_on_a_gpu_prompts_are_shared_where_its_libraries_can() -> None:
 
 
 def test_seconds_follow_computed_tokens_and_rows_in_the_loss_do_not() -> None:
-    """Without its head an update takes as long as its computed tokens; with it, somewhat longer than that."""
+    """Without its head an update takes time in proportion to its computed tokens; with it, somewhat longer."""
 
     def update(share: bool) -> float:
         seconds = plan(CONFIG, on_gpu(rollout=SMALL, optim={"share_prefix": share}), rates=CHIPS["H100"]).seconds
@@ -241,7 +241,7 @@ def test_what_ranks_send_by_hand() -> None:
 
 
 def test_links_count_where_a_chips_are_known() -> None:
-    """A rollout waits for its copy; an update for what it sends where that takes longer than computing."""
+    """A rollout waits for its copy; an update for its communication, where that takes longer than computing."""
     config, chip = MODELS["7B"], CHIPS["A100-80"]
     one, eight = (plan(config, on_gpu(rollout=LARGE), gpus, rates=chip) for gpus in (1, 8))
     assert one.links is None and eight.links == 300e9
@@ -260,7 +260,7 @@ def test_links_count_where_a_chips_are_known() -> None:
 def test_a_run_is_refused_before_anything_is_loaded(
     tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newest, best and the one before are kept while a fourth is written; of each, weights and two moments."""
+    """The newest, the best and the one before are kept while a fourth is written, each with weights and two moments."""
     recipe, out = make_recipe(run={"keep_checkpoints": 2, "save_every": 1}), tmp_path / "run"
     weights = load_file(Path(recipe.model.path) / "model.safetensors")
     needed = 4 * 3 * sum(4 * value.size for value in weights.values())
@@ -272,7 +272,7 @@ def test_a_run_is_refused_before_anything_is_loaded(
     assert not out.exists()
     free = needed
     check_disk(recipe, recipe.model.path, out)
-    # What a resumed run finds there is not asked for again.
+    # Space that a resumed run's checkpoints already take is not required again.
     (out / "checkpoints" / "step_000001").mkdir(parents=True)
     (out / "checkpoints" / "step_000001" / "model.safetensors").write_bytes(bytes(1000))
     free = needed - 1000
@@ -280,7 +280,7 @@ def test_a_run_is_refused_before_anything_is_loaded(
     free -= 1
     with pytest.raises(UserError, match="make room for it"):
         check_disk(recipe, recipe.model.path, out)
-    # Each checkpoint has the weights that are written back as they were found.
+    # Each checkpoint contains the weights that are written back unchanged.
     monkeypatch.setattr("thresher.engine.planning.memory.kept_shapes", lambda *_: {"mtp.fc.weight": (5, 5)})
     free += 1 + 4 * 100
     check_disk(recipe, recipe.model.path, out)

@@ -1,5 +1,5 @@
-"""Test plans: parts by hand, monotone in what they should be, the largest settings at the edge, advice that is true,
-seconds, several GPUs, names of chips, and the statement of every shipped recipe."""
+"""Test plans: parts by hand, monotonicity, the largest settings at the limit, advice that is true, seconds, several
+GPUs, names of chips, and the statement in every shipped recipe."""
 
 import json
 import textwrap
@@ -37,12 +37,12 @@ def recipe(**changes: dict[str, Any]) -> Recipe:
 
 
 def plan_of(size: str, gpus: int = 1, gb: int | None = None, /, **changes: dict[str, Any]) -> Plan:
-    """The plan of a recipe with these changes, on GPUs of so many GB."""
+    """Return the plan of a recipe with these changes, on GPUs of `gb` GB."""
     return plan(MODELS[size], recipe(**changes), gpus, memory_bytes=None if gb is None else gb * GB)
 
 
 def update_seconds(**changes: dict[str, Any]) -> float:
-    """Of 3B on an A100."""
+    """Return the update's seconds for 3B on an A100."""
     seconds = plan(MODELS["3B"], recipe(**changes), rates=CHIPS["A100-80"]).seconds
     assert seconds is not None
     return seconds["update"]
@@ -57,9 +57,9 @@ def test_weights_are_counted_to_the_last_bias() -> None:
 
 
 def test_states_by_hand() -> None:
-    """Of full training 22 bytes a weight: bfloat16 weights and gradients 2 + 2, masters and their gradients 4 + 4,
-    moments 8, reference 2. With adapters one model and their own states; with beta 0 no reference; in float32 no
-    masters."""
+    """Full training takes 22 bytes per weight. They are bfloat16 weights and gradients 2 + 2, masters and their
+    gradients 4 + 4, moments 8, reference 2. Adapters need one model and their own states; beta 0 needs no reference,
+    float32 no masters."""
     found, n = plan_of("7B"), all_weights(MODELS["7B"])
     parts = found.phases["gradients"]
     states = sum(parts[name] for name in ("weights", "masters", "gradients", "moments", "reference"))
@@ -82,11 +82,11 @@ def test_the_pool_takes_what_is_free_and_no_more_than_it_wants() -> None:
         parts = plan_of("1.5B", 1, gb).phases["rollout"]
         free = gb * GB - sum(parts.values()) + parts["KV pool"] + parts["working memory"]
         assert parts["KV pool"] == min(wanted, int(0.85 * free))
-    assert wanted == parts["KV pool"]  # of 80 GB there is enough
+    assert wanted == parts["KV pool"]  # 80 GB are enough
     assert plan_of("1.5B", rollout={"kv_tokens": 8192}).phases["rollout"]["KV pool"] == (8192 + 64) * 28_672
 
 
-# As a plan was before it could choose: nothing is recomputed, and the reference lies on the device.
+# As plans were before they could choose: nothing is recomputed, and the reference is on the device.
 KEPT: dict[str, dict[str, Any]] = {"optim": {"checkpoint_activations": "off"}, "grpo": {"reference": "device"}}
 
 
@@ -113,7 +113,7 @@ def test_more_of_anything_needs_no_less() -> None:
 
 
 def applied(line: str, base: dict[str, dict[str, Any]]) -> Recipe:
-    """The recipe after what an advice says."""
+    """Return the recipe, changed as a line of advice says."""
     tables = {name: dict(table) for name, table in base.items()}
     for words in line.split(" make")[0].split(" and "):
         key, _, value = words.partition(" = ")
@@ -166,28 +166,28 @@ def test_several_gpus_divide_states_and_gather_weights() -> None:
     outside = 2 * 152_064 * 3_584  # embedding and head
     assert plan_of("7B", 4).phases["backward"]["gathered copy"] > 2 * 2 * outside, "of policy and reference"
     assert plan_of("7B", 4, lora={"rank": 16}).phases["rollout"]["weights"] > one["weights"] // 4
-    # Where four GPUs do not do, only what several ranks can run is advised.
+    # If four GPUs are not enough, only settings that several ranks can run are advised.
     advice = plan_of("7B", 4, 80, optim={"checkpoint_activations": "off", "micro_batch_tokens": 65_536}).advice
     assert advice and all("checkpoint" in line or "micro_batch" in line or "lora" in line for line in advice)
 
 
 def test_seconds_are_those_of_the_floors() -> None:
-    """A chip twice as fast takes half as long for an update; adapters take less than all weights, and a reference some
+    """A chip twice as fast takes half as long for an update. Adapters take less than all weights, a reference somewhat
     more; passes multiply. docs/gpu.md: 127.7 ms per 1,000 tokens of 1,500-token trajectories with 300 sampled."""
     chip = CHIPS["A100-80"]
     twice = replace(chip, flops_per_s=2 * chip.flops_per_s, bytes_per_s=2 * chip.bytes_per_s)
     slow, fast = (plan(MODELS["3B"], recipe(), rates=rates) for rates in (chip, twice))
     assert slow.seconds is not None and slow.seconds_per_step == sum(slow.seconds.values())
     assert fast.seconds is not None and fast.seconds["update"] == pytest.approx(slow.seconds["update"] / 2)
-    # A decode step has a part that does not shrink.
+    # A part of a decode step does not shrink.
     assert slow.seconds["rollout"] / 2 < fast.seconds["rollout"] < slow.seconds["rollout"]
     once = update_seconds()
     assert once == slow.seconds["update"] > update_seconds(lora={"rank": 16})
     assert once > update_seconds(grpo={"beta": 0.0})
     assert update_seconds(grpo={"epochs_per_batch": 4}) == pytest.approx(4 * once)
     assert once < update_seconds(grpo={"old_logprobs": "recomputed"}) < 1.6 * once
-    # The head's log-probs before the gradient: always, or of the second update alone, for a guard that holds nothing in
-    # the first.
+    # The head's log-probs before the gradient: always, or in the second update only, for a guard that holds nothing in
+    # the first update.
     whole = update_seconds(grpo={"objective": "gmpo"}) - once
     guards = [
         update_seconds(grpo={"guard": "llds", "updates_per_batch": n}) - update_seconds(grpo={"updates_per_batch": n})
@@ -220,7 +220,7 @@ def fixed(recomputed: str, reference: str) -> Recipe:
 
 
 def test_auto_takes_the_first_choice_that_fits() -> None:
-    """What a recipe with that choice takes, to the byte; and the last where none fits."""
+    """The plan is that of a recipe with that choice, to the byte; the last choice is taken if none fits."""
     config = MODELS["3B"]
     totals = [plan(config, fixed(*choice)).total_bytes for choice in AUTO]
     assert min(totals) == totals[3] < totals[1] < totals[2] < totals[0]
@@ -232,7 +232,7 @@ def test_auto_takes_the_first_choice_that_fits() -> None:
 
 
 def test_auto_leaves_a_reference_that_is_none_where_it_is() -> None:
-    """With adapters or beta 0, and on a CPU, where there is no other place."""
+    """This holds with adapters or beta 0, and on a CPU, where there is no other place."""
     for changes in ({"lora": {"rank": 8}}, {"grpo": {"beta": 0.0}}, {"model": {"device": "cpu"}}):
         found = plan_of("0.5B", 1, 1, **changes)
         assert not found.fits and found.checkpointed
@@ -270,7 +270,7 @@ def test_a_context_that_training_refuses_is_no_plan(files: list[str], capsys: py
 def test_the_command_reads_a_config_and_a_recipe_alone(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder holds no weights. A folder and its config.json are one; exit 0 whether it fits or not."""
+    """The folder holds no weights. A folder and its config.json give the same plan; exit 0 whether it fits or not."""
 
     def printed(*extra: str) -> str:
         assert cli.run([*files, *extra]) == 0
@@ -293,7 +293,7 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     assert "1.00 times as fast, 128 slots busy; staleness of tokens 0 updates in the mean, 0 at most; 0 tokens" in shown
     shown = printed("--gpu-memory", "80GB", "--gpus", "2")
     assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
-    # A micro-batch of more tokens than an update has fits too, so the largest is no larger than the update.
+    # A micro-batch larger than an update fits too, so the largest one is that of the whole update.
     larger = ["--gpu-memory", "80GB", "--set", "optim.micro_batch_tokens=9000000"]
     found = json.loads(printed(*larger, "--json"))
     largest = found["largest"]["optim.micro_batch_tokens"]
@@ -357,7 +357,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads(
 def test_on_a_gpu_auto_is_decided_by_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the machine's own memory is looked at for what goes there."""
+    """The machine's own memory is checked for the parts that are stored there."""
     config = MODELS["3B"]
     write_config(config, tmp_path)
     tables = {"model": {"path": str(tmp_path), "dtype": "bfloat16", "device": "cuda"}, "rollout": ROLLOUT}
@@ -390,7 +390,7 @@ def planned(gpus: int, *changes: str, **options: Any) -> Plan:
 
 
 def test_parts_beside_several_gpus_are_each_ranks_share() -> None:
-    """Except for the head's gradient, to which the loss adds on the device, whole."""
+    """The head's gradient is an exception: the loss adds to it on the device, as a whole."""
     for change in ("optim.offload=masters", "optim.offload=moments", "grpo.reference=cpu"):
         one, four = planned(1, change), planned(4, change)
         assert one.host and four.host == {name: size // 4 for name, size in one.host.items()}
@@ -398,7 +398,7 @@ def test_parts_beside_several_gpus_are_each_ranks_share() -> None:
             for parts in (one.phases["loss"], four.phases["loss"]):
                 assert parts["gradients"] == 4 * head_weights(MODELS["7B"])
                 assert parts["masters"] == parts["moments"] == 0
-    found = planned(2, memory_bytes=40 * GB)  # offered what one GPU is
+    found = planned(2, memory_bytes=40 * GB)  # advised as for one GPU
     assert not found.fits and any('optim.offload = "masters"' in line for line in found.advice), found.advice
     assert not any("sharded over" in line for line in found.advice)
 
@@ -406,12 +406,12 @@ def test_parts_beside_several_gpus_are_each_ranks_share() -> None:
 ROOT = Path(__file__).parents[3]
 GPU, LAPTOP = 80 * GB, 16 * GB
 START = "# Memory, by thresher plan: "
-# All but those of SFT: a plan is of a GRPO run.
+# All recipes but those of SFT: a plan describes a GRPO run.
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
 
 
 def model_of(path: Path, named: str) -> ModelConfig:
-    """The model that a recipe is for: a size of Qwen2.5, the config beside it, or two layers of the smallest."""
+    """Return a recipe's model: a size of Qwen2.5, the config next to it, or two layers of the smallest."""
     if (path.parent / "config.json").exists():
         return config_from_dict(json.loads((path.parent / "config.json").read_text("utf-8")), "config.json")
     size = next((size for size in MODELS if f"-{size}-" in named), None)
@@ -419,7 +419,7 @@ def model_of(path: Path, named: str) -> ModelConfig:
 
 
 def statement(path: Path) -> list[str]:
-    """The lines that belong at a recipe's head."""
+    """Return the lines that belong at a recipe's head."""
     recipe = read_run_recipe(path, [])
     cuda = recipe.model.device == "cuda"
     found = plan(model_of(path, recipe.model.path), recipe, memory_bytes=GPU if cuda else LAPTOP)

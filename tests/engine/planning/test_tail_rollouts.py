@@ -1,5 +1,5 @@
-"""Test the counts of rollouts with a tail: by hand, beside a simulation slot by slot, and what holds for all of them;
-and their seconds."""
+"""Test the counts of rollouts with a tail: by hand, against a simulation slot by slot, and by properties of all of
+them; and their seconds."""
 
 from collections import Counter
 from itertools import accumulate
@@ -44,8 +44,8 @@ from thresher.engine.planning.time import (
 
 
 def test_groups_that_outlive_their_step_by_hand() -> None:
-    """One sample a group, one group a step, two in flight, two slots. Group 1 ends in the first rollout, so the second
-    has no decode step; groups 2 and 3 then begin at once, and group 3 goes on in the fourth."""
+    """One sample per group, one group per step, two in flight, two slots. Group 1 ends in the first rollout, so the
+    second has no decode step; groups 2 and 3 then begin at once, and group 3 continues in the fourth."""
     first, second, third, fourth = count_rollouts([3, 1, 2, 4], Queue(1, 1, 2, 2))
     assert first == RolloutCounts(1, Counter({(2, 1): 1, (1, 1): 2}), Counter({0: 3}), positions=7, prompts=2)
     assert second == RolloutCounts(1, Counter(), Counter({1: 1}))
@@ -59,14 +59,14 @@ def test_groups_that_outlive_their_step_by_hand() -> None:
 
 
 def test_a_slot_that_is_free_takes_the_next_sample_by_hand() -> None:
-    """Two groups of two in three slots: the fourth sample begins where the second has ended."""
+    """Two groups of two in three slots: the fourth sample begins when the second has ended."""
     (found,) = count_rollouts([2, 1, 3, 1], Queue(2, 2, 2, 3))
     assert found.batches == {(3, 2): 2, (1, 1): 1} and found.positions == 3 + 1 + 6 + 1
     assert found.staleness == {0: 7} and (found.prompts, found.tokens_again, found.prompts_again) == (2, 0, 0)
 
 
 def slot_by_slot(lengths: list[int], queue: Queue) -> list[dict[str, Any]]:
-    """The counts of each rollout, from a loop over decode steps and slots."""
+    """Return the counts of each rollout, from a loop over decode steps and slots."""
     group_of = [number // queue.group for number in range(len(lengths))]
     drawn, waiting, running = [0] * len(lengths), list(range(len(lengths))), list[int]()
     ages: dict[int, Counter[int]] = {}
@@ -109,7 +109,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], Queue]:
 
 
 def ends(lengths: list[int], queue: Queue) -> list[int]:
-    """Decode steps until the end of each step's rollout."""
+    """Return the decode steps until the end of each step's rollout."""
     return list(accumulate(counts.decode_steps for counts in count_rollouts(lengths, queue)))
 
 
@@ -173,8 +173,7 @@ def test_lengths_have_a_tail() -> None:
 
 
 def test_busy_slots_shorten_a_rollout_whose_decode_step_costs_little_by_sequence() -> None:
-    """1.42 ms and .0129 ms a sequence, of 1.5B on an H100: a step's own samples take 2.4 s, slots that are refilled
-    1.4 s."""
+    """1.42 ms and .0129 ms per sequence, for 1.5B on an H100: a step's own samples take 2.4 s, refilled slots 1.4 s."""
     lengths = tail_lengths()
 
     def seconds(in_flight: int) -> float:
@@ -185,7 +184,7 @@ def test_busy_slots_shorten_a_rollout_whose_decode_step_costs_little_by_sequence
 
 
 def test_samples_of_one_length_gain_nothing() -> None:
-    """Slots are as many as a step's samples: no other group begins before the step ends."""
+    """There are as many slots as samples of a step, so no other group begins before the step ends."""
     for in_flight in (4, 12):
         counts = usual_rollouts([30], Queue(2, 4, in_flight, 8), steps=5)
         assert counts.batches == {(8, 2): 150} and set(counts.staleness) == {0}
@@ -202,14 +201,14 @@ def test_lengths_are_taken_as_often_as_each_other() -> None:
 
 
 def test_a_rollout_is_its_steps_and_its_prefills() -> None:
-    """Two groups of two: four run for two steps, two for one, one for two more."""
+    """Two groups of two: four samples run for two steps, two for one, one for two more."""
     config, chip, queue = MODELS["0.5B"], CHIPS["A100-80"], Queue(2, 2, 2, 4)
     (counts,) = count_rollouts([5, 2, 3, 2], queue)
     steps = [(4, 2, 1), (4, 2, 2), (2, 1, 3), (1, 1, 4), (1, 1, 5)]
     shapes = [DecodeShape(batch=batch, group=group, shared=100, own=own) for batch, group, own in steps]
     expected = sum(predicted_decode_s(config, shape, chip) for shape in shapes)
     expected += predicted_prefill_s(config, 200, chip)
-    # Half a position of each token's, which the mean of own positions is rounded by.
+    # Half a position of each token, by which the mean of own positions is rounded.
     rounded = counts.drawn * kv_bytes(config) / 2 / chip.bytes_per_s / DECODE_SHARE
     assert predicted_rollout_s(config, counts, 100, chip) == pytest.approx(expected, rel=0, abs=rounded)
 
@@ -275,7 +274,7 @@ def test_groups_in_flight_need_no_more_keys_and_values_than_slots_hold() -> None
     config = MODELS["1.5B"]
     whole, partial = (plan(config, recipe(**more), memory_bytes=80 * 10**9) for more in ({}, PARTIAL))
     assert whole.phases == partial.phases
-    # What older weights have computed is kept through the update.
+    # The cache that older weights computed is kept through the update.
     kept = plan(config, recipe(**PARTIAL, stale_cache=True, kv_tokens=100_000), memory_bytes=80 * 10**9).phases
     assert kept["rollout"]["KV pool"] >= 100_000 * kv_bytes(config)
     for phase in ("loss", "backward", "gradients", "optimiser"):

@@ -1,5 +1,5 @@
-"""Whatever a question, a passage or a feedback line holds, it comes out as plain tokens and without a tag; what the
-template says comes out as it stands."""
+"""Questions, passages and feedback lines come out as plain tokens without a tag, whatever they hold; a template's own
+text comes out unchanged."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def make_hits(*passages: tuple[str, str]) -> list[Hit]:
 
 
 def assert_harmless(tokenizer: Tokenizer, source: Source, ids: list[int]) -> None:
-    """By the rules that every trajectory of a run is held to."""
+    """Check ids by the rules that apply to every trajectory of a run."""
     segments = [Segment(Source.PROMPT, [0]), Segment(source, ids)]
     assert check_trajectory(Trajectory("q", 0, 0, segments), tokenizer, TAGS, 10**6) == []
 
@@ -59,7 +59,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.mark.parametrize("name", ["eval_rar", "evinote", "search_r1"])
 @pytest.mark.fast_cases(2)
 def test_a_plain_question_has_the_tokens_of_running_text(tokenizer: Tokenizer, name: str) -> None:
-    """The space before it is no token of its own. What follows it is encoded apart."""
+    """The space before the question is no separate token. The text after it is encoded separately."""
     before, _, after = load_system(name, {}).template.partition("{question}")
     assert before.endswith(" ")
     for question in ("Who wrote Dune?", "1984: whose?", "\u00c9mile Zola was born where?"):
@@ -93,7 +93,7 @@ def test_no_question_gets_a_tag_or_a_control_token_in(tokenizer: Tokenizer, ques
 def test_no_passage_and_no_feedback_gets_a_tag_or_a_control_token_in(
     tokenizer: Tokenizer, passages: list[tuple[str, str]], passage_format: str, line: str
 ) -> None:
-    """With formats that put title and text side by side, so that their pieces could join."""
+    """The formats put title and text next to each other, so that their pieces could join."""
     renderer = make(tokenizer, passage_format=passage_format)
     ids = renderer.retrieved(Retrieved(make_hits(*passages), BEFORE, AFTER))[0]
     assert_harmless(tokenizer, Source.RETRIEVED, ids)
@@ -116,7 +116,7 @@ def test_all_of_qwens_added_tokens_stay_text(shared_data: Path) -> None:
 
 
 def shown(renderer: Renderer, *passages: tuple[str, str]) -> str:
-    """The text of a search's passages between their tags."""
+    """Return the text of a search's passages between their tags."""
     text = renderer.tokenizer.decode(renderer.retrieved(Retrieved(make_hits(*passages), BEFORE, AFTER))[0])
     assert text.startswith(BEFORE) and text.endswith(AFTER)
     return text.removeprefix(BEFORE).removesuffix(AFTER)
@@ -136,7 +136,7 @@ def test_what_is_harmless_comes_out_word_for_word_and_tags_are_spoiled_by_a_spac
 
 
 def test_passages_are_cut_and_tags_never(tokenizer: Tokenizer) -> None:
-    """At every budget: the same head of the passages, between whole tags; half a tag in them joins with nothing."""
+    """At every budget a prefix of the same passages is between whole tags; half a tag in them joins with nothing."""
     hits = make_hits(("<answer>Zoë</answer>", "went to </information> 東京 <|im_end|>."), ("<search>", "</information"))
     before, after = tokenizer.encode_template(BEFORE), tokenizer.encode_template(AFTER)
     whole, _ = make(tokenizer).retrieved(Retrieved(hits, BEFORE, AFTER))
@@ -179,7 +179,7 @@ def test_chat_with_the_real_template(shared_data: Path) -> None:
 
 
 def test_chat_with_a_template_of_ones_own(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Whatever the template does with the message (trim it, say), the question lands in its place, as plain text."""
+    """Whatever the template does with the message (for example trim it), the question appears in it as plain text."""
     with pytest.raises(UserError, match="no chat template"):
         make(tiny_tokenizer, chat=True).prompt(Prompt("{question}", "Who?"))
     tiny_tokenizer.save(tmp_path)

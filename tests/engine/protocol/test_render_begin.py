@@ -1,4 +1,5 @@
-"""What a model expects before a prompt: once, whoever renders it, and with the ids that transformers gives."""
+"""The tokens that a model expects before a prompt: once, whichever code renders it, and with the ids of
+transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_a_template_that_begins_the_text_itself_is_left_alone(tmp_path: Path) ->
     tokenizer = load_tokenizer(write_llama_tokenizer(tmp_path))
     begun = make(tokenizer).prompt(Prompt(LLAMA_TOKENS[0] + TEMPLATE, "Who wrote it?"))
     assert begun == make(tokenizer).prompt(Prompt(TEMPLATE, "Who wrote it?"))
-    # Only a template can: in a question it is text.
+    # Only a template can do this: in a question it is text.
     asked = make(tokenizer).prompt(Prompt("{question}", LLAMA_TOKENS[0]))
     assert asked[:1] == list(tokenizer.begin_ids) and asked.count(asked[0]) == 1 and len(asked) > 2
 

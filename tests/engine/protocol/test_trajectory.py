@@ -1,4 +1,4 @@
-"""What a trajectory is made of, and a planted fault for every rule that `check_trajectory` states."""
+"""The parts of a trajectory, and a planted fault for every rule that `check_trajectory` states."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TAGS = pair_tags("search", "information", "answer")
 
 @pytest.fixture
 def sound(tiny_tokenizer: Tokenizer) -> Trajectory:
-    """A prompt that shows tags and control tokens, a search whose last token goes on, a note, an answer."""
+    """Return a prompt that shows tags and control tokens, a search whose last token goes on, a note and an answer."""
     encode, template = tiny_tokenizer.encode, tiny_tokenizer.encode_template
     search, answer = encode("<search>mayor</search><"), encode("<answer>Eva</answer>")
     return Trajectory(
@@ -76,9 +76,9 @@ def change(number: int, **values: object) -> Plant:
 def test_a_stop_tag_may_begin_in_the_token_that_ended_the_turn_before(
     sound: Trajectory, tiny_tokenizer: Tokenizer, cut: int
 ) -> None:
-    """`..</search></` + `answer>`: the matcher of the second turn starts behind the first turn's trailing bytes."""
+    """`..</search></` + `answer>`: the matcher of the second turn starts after the first turn's trailing bytes."""
 
-    class Joined:  # one token ends the search and begins the answer's end
+    class Joined:  # one token ends the search and begins the closing answer tag
         vocab_size, added_tokens = tiny_tokenizer.vocab_size + 1, tiny_tokenizer.added_tokens
 
         def token_bytes(self, token_id: int) -> bytes:
@@ -124,10 +124,10 @@ def later_context(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
     trajectory.segments[4].ids = [1] * (len(trajectory) + SLACK + 1)
 
 
-SLACK = 12  # tokens: what a fault may add before the context is too small, too
+SLACK = 12  # tokens that a fault may add before the context is also too small
 INFORMATION = "<information>{}</information>"
 FAULTS: list[tuple[str, Plant, str]] = [
-    # which rule, what is done to the sound one, what is said
+    # rule and fault, change to the sound trajectory, message
     ("1 no prompt", drop(lambda t: t.segments, 0), "does not begin with a prompt"),
     ("1 nothing at all", lambda t, _: t.segments.clear(), "does not begin with a prompt"),
     ("1 a later context too long", later_context, "tokens of its context 2 exceed the context"),
@@ -162,7 +162,7 @@ def test_every_planted_fault_is_found(sound: Trajectory, tiny_tokenizer: Tokeniz
 
 
 def test_contexts_of_a_folded_trajectory(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
-    """Each context has its own positions, and must fit by itself alone."""
+    """Each context has its own positions, and only has to fit by itself."""
     sound.segments[4].source = Source.PROMPT
     first, second = contexts(sound)
     assert [*first, *second] == sound.segments and len(first) == 4
@@ -176,10 +176,10 @@ def test_contexts_of_a_folded_trajectory(sound: Trajectory, tiny_tokenizer: Toke
 
 
 def test_what_is_trained_of_branches_and_of_inherited_turns(sound: Trajectory) -> None:
-    """The second turn of a fork is its own; a branch is trained where it says so."""
+    """Of a fork after one turn, only the later turns are trained; a branch is trained if it is marked so."""
     segments = [Segment(Source.PROMPT, [5, 6]), Segment(Source.POLICY, [7], [-0.25])]
     sound.branches = {name: Trajectory("q", 0, 0, segments, trained=name == "b") for name in ("a", "b")}
-    sound.segments.insert(3, Segment(Source.PROMPT, [1, 2, 3]))  # the fork's first turn stands before the fold
+    sound.segments.insert(3, Segment(Source.PROMPT, [1, 2, 3]))  # the fork's first turn is before the fold
     sound.forked = (0, 1)
     own, branch = trained_contexts(sound)
     assert own.ids[:3] == [1, 2, 3] and own.branch is None

@@ -1,4 +1,4 @@
-"""The verdict on a run: each condition is found in a run that has it, from the step on which it began."""
+"""The verdict on a run: each condition is found in a run that has it, from the step at which it began."""
 
 import json
 import re
@@ -31,14 +31,14 @@ SICK: list[tuple[str, dict[str, Any]]] = [
     ("format not obeyed", {"actions": 4.0, "invalid_actions": 3.8}),
     ("entropy gone", {"entropy": 0.002}),  # of 60 tokens
     ("length running away", {"reasons": {"answered": 8, "turn_tokens": 2, "tokens": 3, "context": 3}}),
-    ("searches collapsing", {"searches": 0.4}),  # from 1.5 on
+    ("searches collapsing", {"searches": 0.4}),  # 1.5 before
     ("right answers less likely", {"right_logprob": -0.25}),
     ("rollout and update apart", {"logprob_gap": 0.03}),
 ]
 
 
 def records(count: int, *changes: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of steps from 1 to `count`, healthy but for changes, each from a step on."""
+    """Return records of steps 1 to `count`: healthy, except for changes that each apply from one step on."""
     found = []
     for step in range(1, count + 1):
         record = step_record(step, **HEALTHY)
@@ -56,7 +56,7 @@ def shorts(found: list[dict[str, Any]]) -> list[str]:
 def test_a_condition_is_found_from_the_step_on_which_it_began(name: str, change: dict[str, Any]) -> None:
     assert shorts(records(30, (11, change))) == [f"{name} since step 11"]
     assert shorts(records(13, (11, change))) == []  # three steps may be noise
-    assert shorts(records(40, (11, change), (21, step_record(0, **HEALTHY)))) == []  # it has passed
+    assert shorts(records(40, (11, change), (21, step_record(0, **HEALTHY)))) == []  # it is over
 
 
 STALE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -72,7 +72,7 @@ def test_stale_tokens_are_named_where_they_cost_the_signal(
     assert shorts(records(30, (1, {"staleness_mean": 0.8, **healthy}), (11, change))) == [f"{name} since step 11"]
     assert shorts(records(30, (1, {"staleness_mean": 0.8, **healthy}))) == []
     assert shorts(records(30, (1, healthy), (11, change))) == []  # tokens of the newest weights
-    recomputed = {"staleness_mean": 0.8, "importance_mean": 1.0, "clipped": 0.08}  # the clip is not around stale ones
+    recomputed = {"staleness_mean": 0.8, "importance_mean": 1.0, "clipped": 0.08}  # the clip's centre is not stale
     assert shorts(records(30, (1, recomputed))) == []
 
 
@@ -108,8 +108,8 @@ def test_steps_without_an_update_have_no_gradient() -> None:
 
 
 def test_values_are_held_against_the_start_or_the_best() -> None:
-    """Cut texts from the start on are a limit too low, a run of few searches cannot lose them, likelihood falls from
-    where it has risen to; log-probs that are far apart need no growth."""
+    """Texts cut from the first step on mean too low a limit. A run with few searches cannot lose them. Likelihood falls
+    from its highest value. Log-probs that are far apart need not have grown apart."""
     assert shorts(records(30, (1, {"reasons": {"context": 16}}))) == []
     assert shorts(records(30, (1, {"searches": 0.4}), (11, {"searches": 0.0}))) == []
     risen = records(40, (1, {"right_logprob": -0.3}), (11, {"right_logprob": -0.1}), (25, {"right_logprob": -0.3}))
@@ -118,7 +118,7 @@ def test_values_are_held_against_the_start_or_the_best() -> None:
     assert shorts(records(30, (1, {"right_logprob": -0.1}), (11, {"right_logprob": None}))) == []
     assert shorts(records(30, (1, {"logprob_gap": 0.12}))) == ["rollout and update apart since step 1"]
     assert shorts(records(30, (1, {"logprob_gap": 0.015}), (11, {"logprob_gap": 0.03}))) == []
-    fallen = (11, {"logprob_gap": 0.004})  # the start is what counts, not the best
+    fallen = (11, {"logprob_gap": 0.004})  # the start is the reference, not the best value
     assert shorts(records(40, (1, {"logprob_gap": 0.01}), fallen, (25, {"logprob_gap": 0.025}))) == []
 
 
@@ -143,7 +143,7 @@ def test_the_document_has_all_conditions() -> None:
 
 
 def test_the_trajectory_that_shows_it(tmp_path: Path) -> None:
-    """Of the first stored step on which it held, the one that shows it most."""
+    """The example comes from the first stored step at which the condition held: the trajectory that shows it most."""
     run = make_run(tmp_path / "run")
     for record in records(20, *((11, change) for _, change in SICK if "actions" not in change)):
         run.append_metrics(record)
@@ -179,7 +179,7 @@ def test_the_trajectory_that_shows_it(tmp_path: Path) -> None:
         "rollout and update apart": ["4"],
     }
     assert found["format not obeyed"] == "trajectories/step_000016.jsonl, line 3 (group 1, sample 0)"
-    (run.trajectories / "step_000016.jsonl").write_text("{")  # damaged: the verdict stays
+    (run.trajectories / "step_000016.jsonl").write_text("{")  # damaged: the verdict is still given
     assert {finding.example for finding in health_of(RunRecords.read(run.path)) or ()} == {""}
 
 
@@ -196,7 +196,7 @@ def changed(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def unanswerable(questions: str, folder: Path) -> str:
-    """Write the questions with a gold answer that nobody gives; return the file's name."""
+    """Write the questions with a gold answer that no sample gives; return the file's name."""
     lines = [json.loads(line) | {"golden_answers": ["zzz"]} for line in Path(questions).read_text().splitlines()]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder / "train.jsonl")
@@ -222,7 +222,7 @@ def test_a_run_that_trains_is_healthy_and_records_how_likely_right_answers_are(
 
 @pytest.mark.slow
 def test_samples_that_are_copies(tmp_path: Path, make_recipe: Make, base: dict[str, Any]) -> None:
-    """At a temperature near 0 all samples of a group are the same, and here none is right."""
+    """At a temperature near 0 all samples of a group are equal, and none is right here."""
     data = {"dev": None, "train": unanswerable(base["data"]["train"], tmp_path)}
     with single_threaded():
         train(make_recipe(**changed(data=data, rollout={"group_size": 2, "temperature": 0.01})), tmp_path / "run")
@@ -242,7 +242,7 @@ def test_a_run_cut_before_it_answers_is_told_of_while_it_trains_and_afterwards(
         assert cli.run(["train", str(recipe), "--out", str(out)]) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train ")]
         assert [f"unhealthy: {verdict}" in line for line in lines] == [f"train {WINDOW}/" in line for line in lines]
-        # The records of before count where it goes on.
+        # The earlier records count when the run is resumed.
         more = ["--resume", "--set", f"run.steps={WINDOW + 1}"]
         assert cli.run(["train", str(recipe), "--out", str(out), *more]) == 0
     assert f"unhealthy: {verdict}" in capsys.readouterr().out

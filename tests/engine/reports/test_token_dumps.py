@@ -1,4 +1,4 @@
-"""Test the token pages of rollout dumps: each format as its source writes it, what a dump lacks, what is refused."""
+"""Test the token pages of rollout dumps: each format as its source writes it, values that a dump lacks, refusals."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ EVERYTHING = "log-probs, ratios to the rollout, ratios to a reference and KL, en
 
 @pytest.fixture
 def model(tmp_path: Path, tiny_tokenizer: Tokenizer) -> Path:
-    """A folder with the tokenizer."""
+    """Return a folder with the tokenizer."""
     tiny_tokenizer.save(tmp_path / "model")
     return tmp_path / "model"
 
@@ -58,7 +58,7 @@ def test_tables_of_trl(tmp_path: Path, model: Path, tiny_tokenizer: Tokenizer) -
         "prompt": ["user\nWho?\nassistant\n", "user\nWhere?\nassistant\n"] * 2,  # groups need not be contiguous
         "completion": ["Bel is.", "In  Bel", "Anna", ""],
         "accuracy_reward": [1.0, 0.0, None, 0.5],  # pandas writes nan as null
-        "solution": ["Bel", "Bel", "Anna", "x"],  # of log_extra
+        "solution": ["Bel", "Bel", "Anna", "x"],  # from log_extra
         "advantage": [0.7, -0.7, -0.7, 0.7],
     }
     path = parquet(tmp_path / "completions_00010.parquet", columns)
@@ -111,12 +111,12 @@ def test_generations_of_verl(tmp_path: Path) -> None:
 
 
 def episode(tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
-    """An episode as prime-rl's file monitor writes it: two turns with a tool between them, and a second leaf."""
+    """Return an episode as prime-rl's file monitor writes it: two turns with a tool between them, and a second leaf."""
 
     def node(
         parent: int | None, role: str, text: str, drawn: str = "", before: str = "", **more: Any
     ) -> dict[str, Any]:
-        """before: scaffold of the template, text or drawn: the message."""
+        """Return a node. before: the template's scaffold; text or drawn: the message."""
         ids, wrote = tokenizer.encode(before + text), tokenizer.encode(drawn)
         found = {"message": {"role": role, "content": text or drawn}, "sampled": bool(drawn), "token_ids": ids + wrote}
         found |= {"mask": [False] * len(ids) + [True] * len(wrote), "timestamp": 1.0, "is_content": []}
@@ -195,15 +195,15 @@ def test_episodes_of_prime_rl(tmp_path: Path, model: Path, tiny_tokenizer: Token
     assert whole["versions"] == [[39, look], [39, bel]] and "rollout" not in whole
     absent = "ratios to the rollout, entropies, clipped tokens, gradients"
     assert data["notes"] == [f"The dump has no {absent}: they are not shown."]
-    span = {"work": {"step": 41, "policy": {"start": 39, "end": 40}}}  # which tokens are of which is not known
+    span = {"work": {"step": 41, "policy": {"start": 39, "end": 40}}}  # versions of tokens unknown
     mixed = data_of(write_token_page(lines(path, episode(tiny_tokenizer, run=span)), tokenizer=model))
     assert not any("versions" in sample for sample in samples(mixed))
-    seen = lines(tmp_path / "rollouts" / "step_42" / "train" / "all" / "traces.jsonl", *two)  # trained in what step?
+    seen = lines(tmp_path / "rollouts" / "step_42" / "train" / "all" / "traces.jsonl", *two)  # unknown step
     assert data_of(write_token_page(seen, tokenizer=model))["groups"][0]["step"] is None
 
 
 def test_without_a_tokenizer_messages_are_cut_into_words(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    (trace,) = episode(tiny_tokenizer)["traces"]  # as verifiers writes a trace by itself
+    (trace,) = episode(tiny_tokenizer)["traces"]  # as verifiers writes a single trace
     data = data_of(write_token_page(lines(tmp_path / "traces.jsonl", trace)))
     group = data["groups"][0]
     whole = group["samples"][0]
@@ -265,7 +265,7 @@ def stored(tokenizer: Tokenizer, sample: int, **changes: Any) -> dict[str, Any]:
 
 
 def run_folder(folder: Path, model: Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """A run with a stored step 5; its file of trajectories."""
+    """Write a run with a stored step 5; return its file of trajectories."""
     table = {"model": {"path": str(model)}, "system": {"name": "search_r1"}, "run": {"steps": 9}}
     run = RunFolder.create(folder, from_dict(Recipe, table, "t"))
     run.close()
@@ -376,7 +376,7 @@ def test_the_first_of_a_large_file_are_shown(tmp_path: Path) -> None:
     rows = [{"input": f"Question {n // 4}?", "output": "x " * 50, "score": 0.0, "step": 3} for n in range(10_000)]
     path = lines(tmp_path / "3.jsonl", *rows)
     with path.open("a", encoding="utf-8") as file:
-        file.write("broken")  # is not read: only the first are
+        file.write("broken")  # not read, because only the first lines are
     data = data_of(write_token_page(path))
     assert len(samples(data)) == 512 and len(data["groups"]) == 128
     assert data["notes"][0] == "The file has more trajectories than the first 512 (--most)."
@@ -385,7 +385,7 @@ def test_the_first_of_a_large_file_are_shown(tmp_path: Path) -> None:
     assert "--most" not in str(data_of(write_token_page(path, most=6))["notes"])
 
 
-REFUSED: dict[str, tuple[list[Any], str]] = {  # name -> records, and what is said of the file
+REFUSED: dict[str, tuple[list[Any], str]] = {  # name -> records, and the message about the file
     "of anything": (
         [{"question": "Who?"}],
         r":1: expected the columns of a rollout dump \(.*trl: completion, prompt.*found question;",
@@ -474,6 +474,6 @@ def test_a_group_is_named_by_the_lines_in_which_prompts_differ(tmp_path: Path) -
 
     assert titles("Help.\nuser\nWho?\nBe brief.", "Help.\nuser\nWhere?\nBe brief.") == ["Who?", "Where?"]
     assert titles("Help.\nWho?", "Help.\nIs\nit?") == ["Who?", "Is\nit?"]
-    assert titles("Help.\nWho?") == ["Help.\nWho?"]  # nothing to differ from
-    assert titles("a\nb", "a\nx\nb") == ["a\nb", "x"]  # of the first no line is its own
+    assert titles("Help.\nWho?") == ["Help.\nWho?"]  # there is nothing to differ from
+    assert titles("a\nb", "a\nx\nb") == ["a\nb", "x"]  # the first has no line of its own
     assert titles("a" * 500)[0] == "… " + "a" * 300

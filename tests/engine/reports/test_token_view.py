@@ -1,5 +1,5 @@
-"""Test the token view: its data are the step's, its page is whole and small, nothing sampled acts on it, and its
-formulas, run in node, are those of the kernels."""
+"""Test the token view: its data are those of the step, its page is complete and small, sampled text cannot act on it,
+and its formulas, run in node, are those of the kernels."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.kernels.objective import capped_exp, kl_values
 from thresher.policy.tokenizer import Tokenizer
 
-FALL = -0.25  # of the last token's log-prob between rollout and update
+FALL = -0.25  # change of the last token's log-prob between rollout and update
 TABLE = {"model": {"path": "gone"}, "system": {"name": "eval_rar"}, "run": {"steps": 9}}
 
 
@@ -55,13 +55,13 @@ def stats_of_record(one: dict[str, Any]) -> TokenStats:
     values |= {"entropy": np.full(count, 0.25, np.float16), "clipped": np.arange(count) == 1}
     values["gradient"] = (np.arange(count) - 2).astype(np.float32) * np.float32(
         1e-9
-    )  # a large batch's: less than float16 has
+    )  # that of a large batch: too small for float16
     return TokenStats(key=(0, 0), values=values, branches=np.array([-1.0, -2.0, -3.0], np.float32))
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_tokenizer: Tokenizer) -> RunFolder:
-    """Steps 2 and 4 are stored, the second without what its update found."""
+    """Return a run with stored steps 2 and 4, the second without values of its update."""
     tiny_tokenizer.save(tmp_path / "model")
     run = RunFolder.create(
         tmp_path / "run", from_dict(Recipe, TABLE | {"model": {"path": str(tmp_path / "model")}}, "t")
@@ -92,7 +92,7 @@ def test_the_page_holds_what_was_stored(run: RunFolder, tmp_path: Path, tiny_tok
     drawn = -np.arange(1, len(ids) + 1) / 8
     assert halves(sample["logprob"]) == pytest.approx(drawn, rel=1e-3)
     *small, last = halves(sample["rollout"])
-    assert small == pytest.approx([1e-4] * len(small), rel=2e-3)  # not what float16 would leave of a difference
+    assert small == pytest.approx([1e-4] * len(small), rel=2e-3)  # more precise than a difference of float16 values
     assert last == pytest.approx(FALL, rel=1e-3)
     assert halves(sample["reference"]) == pytest.approx(0.5, rel=1e-3)
     assert sample["clipped"] == [1] and halves(sample["branch_logprob"]).tolist() == [-1.0, -2.0, -3.0]
@@ -110,7 +110,7 @@ def test_nothing_sampled_or_retrieved_acts_on_the_page(run: RunFolder, tmp_path:
     assert "://" not in text and "url(" not in text and "\x1b" not in text and "\u202e" not in text
     assert "innerHTML" not in text and "insertAdjacentHTML" not in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in elements
-    # Unharmed as data: the passage reads as it was retrieved, but for what would act on a terminal or turn text round.
+    # Unchanged as data: the passage reads as retrieved, except for characters that act on a terminal or reverse text.
     assert f"found {HOSTILE[:-6]}\\u202e␛[31m" in data_of(page)["groups"][0]["texts"]
 
 
@@ -170,7 +170,7 @@ def test_refusals(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> 
 def test_bytes_are_joined_across_tokens() -> None:
     for tokens, texts in (
         ([b"a", b"\xe5\x90", b"\x8d", b"b"], ["a", "", "名", "b"]),
-        ([b"x\xf0\x9f", b"\x8c", b"\xbe y"], ["x", "", "🌾 y"]),  # the last of them completes it
+        ([b"x\xf0\x9f", b"\x8c", b"\xbe y"], ["x", "", "🌾 y"]),  # the last token completes the character
         ([b"a", b"\xff", b"b"], ["a", "\ufffd", "b"]),
         ([b"a", b"\xe5\x90"], ["a", "\ufffd"]),  # a turn that ends inside a character
         ([], []),
@@ -185,7 +185,7 @@ def test_a_characters_tokens_are_kept_apart(run: RunFolder, tmp_path: Path, tiny
     run.write_trajectories(4, [one])
     data = data_of(write_token_view(run.path, "4", tmp_path / "F.html"))
     _, shown, lengths, ids, _ = data["groups"][0]["samples"][0]["segments"][3]
-    assert (shown, lengths) == (text, [0, 0, 0, 2, 0, 0, 1])  # as JavaScript counts: an ear is two
+    assert (shown, lengths) == (text, [0, 0, 0, 2, 0, 0, 1])  # in JavaScript's units: the ear of rice counts two
     assert data["odd"][str(ids[0])] == "f0" and len(data["odd"]) == 7
 
 
@@ -225,7 +225,7 @@ def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Pa
     )
     first, seen = found["first"], found["seen"]
     assert not first["hidden"] and first["asked"] == "Who?" and found["help"]
-    assert first["address"] == "#g=1&s=0&c=gradient&f=all"  # the first group that has a signal
+    assert first["address"] == "#g=1&s=0&c=gradient&f=all"  # the first group with a signal
     assert first["text"] == "<answer> Bel </answer>" and first["notes"] == []
     count = len(seen)
     figures = dict(zip(first["names"], first["figures"], strict=True))
@@ -261,7 +261,7 @@ def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Pa
             name: pytest.approx(x, rel=6e-3, abs=0 if name == "gradient" else 1e-6) for name, x in expected.items()
         }
     shown = first["strips"][1]
-    # --down: made less likely; --up: likelier
+    # --down: made less likely; --up: made more likely
     tones = ["rgba(1,2,6"] * 2 + ["transparent"] + ["rgba(1,2,4"] * (count - 3)
     assert [fill.rpartition(",")[0] or fill for fill in shown] == tones
 
@@ -320,7 +320,7 @@ def test_a_turn_that_several_versions_drew(run: RunFolder, tmp_path: Path, tiny_
 def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path) -> None:
     page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
     found = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
-    assert found["colours"] == {  # the legend, the first of the largest values, and how many of nine tokens are tinted
+    assert found["colours"] == {  # legend, the first of the largest values, number of tinted tokens among nine
         "gradient": ["less likelylikelier· full at 6.0e−9", ">+6.0e−9 ×2", 8],
         "source": ["templatequestionpolicyretrievedfeedback", "", 0],
         "logprob": ["sureunlikely· full at −5, largest −1.13", ">−1.13 ×2", 9],
@@ -358,12 +358,12 @@ def test_a_step_of_an_earlier_version_has_no_gradients(
     bare = run_page(page, OPEN + TOUR, address="#g=0&s=1&c=gradient&f=all")
     assert list(bare["colours"]) == ["source", *[name for name in COLOURS if name not in ("source", "gradient")]]
     assert len(bare["notes"]) == 1 and "kept no gradients" in bare["notes"][0]
-    assert bare["colours"]["rollout"] == ["fallsrises· full at 1.2, largest 1", "", 0]  # roundings are not listed
+    assert bare["colours"]["rollout"] == ["fallsrises· full at 1.2, largest 1", "", 0]  # no roundings listed
 
 
-# Each formula of token_formulas.js is held to its Python on random float64 values. Where both sides compute the same
-# sums and products they agree to the bit; exp and expm1 are rounded within an ulp on either side, so that two of them
-# differ by at most 4 u of their value, with u = 2^-53.
+# Each formula of token_formulas.js is compared with its Python on random float64 values. Where both sides compute the
+# same sums and products they agree to the bit; exp and expm1 are rounded within an ulp on either side, so that two of
+# them differ by at most 4 u of their value, with u = 2^-53.
 U = 2.0**-53
 NAMES = {
     *("ratioOf", "estimators", "updated", "probability", "gradientOf", "staleness", "spread", "mean", "percent"),
@@ -375,20 +375,20 @@ LOG_RATIOS += [65504.0, -65504.0]
 
 
 def drawn_at_random(seed: int, count: int = 400) -> list[float]:
-    """Values of both signs, of sizes from 1e-8 to 100."""
+    """Return values of both signs, of magnitudes from 1e-8 to 100."""
     generator = np.random.default_rng(seed)
     sizes = 10.0 ** generator.uniform(-8, 2, count)
     return (sizes * generator.choice([-1.0, 1.0], count)).tolist()
 
 
 def formulas(expression: str, *given: object) -> Any:
-    """The value of a JavaScript expression over FORMULAS and `given`; null, as which JSON has NaN, is None."""
+    """Return the value of a JavaScript expression over FORMULAS and `given`; null, which JSON has for NaN, as None."""
     scenario = f"const given = {json.dumps(given)}; return ({expression})(...given);"
     return run_page("", scenario, scripts=[page_part("token_formulas.js")])
 
 
 def within(found: object, expected: torch.Tensor, size: torch.Tensor) -> None:
-    """Each value within 4 u of `size` of what is expected."""
+    """Check that each value is within 4 u of `size` of the expected one."""
     assert expected.dtype == torch.float64
     distance = (torch.tensor(found, dtype=torch.float64) - expected).abs()
     assert (distance <= 4 * U * size.abs()).all(), distance.max()
@@ -399,7 +399,7 @@ def test_every_formula_is_held_to_its_python() -> None:
     assert formulas("() => Object.keys(FORMULAS.estimators)") == ["k1", "k2", "k3"]
     computed = re.sub(r"//.*", "", page_part("token_view.js"))
     outside = re.findall(r"Math\.(?:exp|expm1|log|sqrt|pow)\b", computed)
-    assert outside == ["Math.log"]  # of the clip, where a colour is full: all else is in token_formulas.js
+    assert outside == ["Math.log"]  # for the clip, where a colour is full; all else is in token_formulas.js
 
 
 def test_ratios_and_kl_are_the_kernels() -> None:
@@ -411,7 +411,7 @@ def test_ratios_and_kl_are_the_kernels() -> None:
     for name in ("k1", "k2"):
         found = formulas("(all, name) => all.map(FORMULAS.estimators[name])", values, name)
         assert found == expected[name].tolist()
-    # k3 is a difference: expm1 and its other term have errors of their own size.
+    # k3 is a difference: expm1 and its other term have errors relative to their own size.
     found = formulas("(all) => all.map(FORMULAS.estimators.k3)", values)
     within(found, expected["k3"], torch.expm1((-every).clamp(max=80)).abs() + every.abs())
 
@@ -436,7 +436,7 @@ def test_staleness_is_that_of_the_versions() -> None:
     runs = [[int(v), int(c)] for v, c in zip(versions, counts, strict=True)]
     assert formulas("(runs) => FORMULAS.spread(runs)", runs) == np.repeat(versions, counts).tolist()
     unknown = "(runs) => FORMULAS.spread(runs).map((version) => FORMULAS.staleness(9, version))"
-    assert formulas(unknown, [[None, 2], [7, 1]]) == [None, None, 1]  # no number, and not that of version 0
+    assert formulas(unknown, [[None, 2], [7, 1]]) == [None, None, 1]  # no number, and not the staleness of version 0
 
 
 def test_measures_of_the_page() -> None:
@@ -475,7 +475,7 @@ def test_colours_are_full_at_the_99th_percentile() -> None:
     assert formulas(at, sizes) == [percentile, max(sizes)]
     assert formulas(at, sizes, None, 1) == [max(sizes), max(sizes)]
     assert formulas(at, sizes, 5.0) == [5.0, max(sizes)]
-    falls = [-7.0, *sizes, -3.0]  # the sign stays, or the largest fall of a ratio would be shown as a rise
+    falls = [-7.0, *sizes, -3.0]  # the sign is kept; otherwise the largest fall of a ratio would be shown as a rise
     assert formulas(at, falls, None, 1) == [7.0, -7.0] and formulas(at, falls, 5.0) == [5.0, -7.0]
     assert formulas(at, []) == [1, 0]
     given = [0.0, 0.015, 0.016, -0.5, 1.0, -7.0]

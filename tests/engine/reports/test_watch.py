@@ -1,4 +1,4 @@
-"""Test the view of a run that goes on: where it stands, its lines in a terminal, its page, and that page's script."""
+"""Test the view of a running run: its state, its lines in a terminal, its page, and that page's script."""
 
 import http.client
 import json
@@ -39,7 +39,7 @@ EVERY = {"steps": 30, "seed": 7, "eval_every": 10}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunFolder]:
-    """A run that this process works on."""
+    """Return a run on which this process works."""
     path = make_run(tmp_path / "run", run=EVERY).path
     with RunFolder.resume(path, load_recipe(path / "recipe.toml")) as run:
         yield run
@@ -59,10 +59,10 @@ def test_where_a_run_stands(run: RunFolder) -> None:
     run.close()
     state = read_state(run.path)
     assert state.ended and not state.finished
-    assert (run.path / ".lock").read_text() == f"{os.getpid()}\n"  # the number of a process that does not have it open
+    assert (run.path / ".lock").read_text() == f"{os.getpid()}\n"  # this process has closed the file
     assert state.says == "not running: step 10 of 30, and no process on this machine works on it"
     run.append_start({"step": 10, "host": "elsewhere"})
-    assert not read_state(run.path).ended  # nothing is known of a process there
+    assert not read_state(run.path).ended  # nothing is known of processes on another machine
     run.append_metrics(step_record(30))
     run.write_summary({"seconds": 3.0})
     state = read_state(run.path)
@@ -126,7 +126,7 @@ Get = Callable[..., tuple[int, dict[str, str], bytes]]
 
 @pytest.fixture
 def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LivePage, Get]]:
-    """The page of a run, whose pictures are not drawn, and get(path, method, host) -> status, headers, body."""
+    """Serve the page of a run, without its pictures; return it and get(path, method, host) -> status, headers, body."""
 
     def drawn(run: RunRecords) -> tuple[str, dict[str, bytes]]:
         return f"<body><main>step {run.last_step}</main>\n</body>\n</html>", {}
@@ -200,11 +200,11 @@ def test_a_connection_beyond_the_limit_is_closed(run: RunFolder, monkeypatch: py
         idle = [opened(), opened()]
         with opened() as third:
             assert third.recv(1) == b""
-        idle[0].sendall(asked)  # one of the two ends
+        idle[0].sendall(asked)  # one of the two connections ends
         while idle[0].recv(65_536):
             pass
         status = b""
-        while not status:  # its thread gives the place back after it has closed the connection
+        while not status:  # its thread frees the place after it has closed the connection
             with opened() as fourth:
                 try:
                     fourth.sendall(asked)
@@ -315,7 +315,7 @@ def test_a_newer_page_takes_the_place_of_the_old_one() -> None:
     ]
     assert found["asked"] == ["/state", "/state", "/state", "/", "/state", "/state"]
     assert found["open"] == [False, True] and found["lazy"] == 0
-    # The section that is read was 100 below the top and is at 0 on the new page: the page is moved so far back.
+    # The visible section was 100 below the top and is at 0 on the new page, so the page is scrolled by the difference.
     assert found["scrolled"] == [[0, 500], [0, -100]]
 
 

@@ -1,4 +1,4 @@
-"""What a command of `thresher reproduce` leaves behind, without its work."""
+"""The files that a command of `thresher reproduce` leaves behind, without its work."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,8 @@ QUESTIONS = [{"id": str(n), "question": "?", "answer": "a", "hops": 1 + n % 2} f
 
 @pytest.fixture
 def run_command() -> Callable[[list[str]], None]:
-    """Writes what the command writes last; an evaluation is right on even questions, and more often with the reward."""
+    """Return a command's stand-in that writes its last file. An evaluation is right on even questions, and more often
+    with the reward."""
 
     def run(words: list[str]) -> None:
         out = Path(words[words.index("--out") + 1])

@@ -1,5 +1,5 @@
-"""`thresher reproduce` as it runs: killed, beside another process, in a folder with a past, and refused. A command here
-writes only the last file of the real one."""
+"""`thresher reproduce` as it runs: killed, next to another process, in a folder with earlier output, and refused. A
+command here writes only the last file of the real one."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def killed_until_done(paper: str, name: str, scale: Scale, out: Path, run_comman
 
 def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(tmp_path: Path, run_command: Run) -> None:
     found, ran = killed_until_done("eval_rar", "T2", Scale("world", (0, 1)), tmp_path, run_command)
-    # The world; two bases; of two methods and two seeds each a training and an evaluation.
+    # The world; two bases; a training and an evaluation for each of two methods and two seeds.
     assert len(ran) == len({words[words.index("--out") + 1] for words in ran}) == 2 + 2 * 3 + 2 * 2 * 2
     with_reward, without = found["rows"]
     found_em = with_reward["ours"]["em"]["nq"]
@@ -78,12 +78,12 @@ def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     def noting(words: list[str]) -> None:
         ran.append(words[words.index("--out") + 1])
         run_command(words)
-        if len(ran) == 5 + 2:  # all but what waits for the other process: the base, the other row
+        if len(ran) == 5 + 2:  # all commands that need not wait for the other process: the base, the other row
             run_command(list(training.words))
             other.close()
 
     found = table(tmp_path, noting)
-    assert str(training.folder) not in ran and len(ran) == 5 + 2 + 1  # the base; a training; two evaluations
+    assert str(training.folder) not in ran and len(ran) == 5 + 2 + 1  # the base; one training; two evaluations
     assert [row["ours"]["em"]["nq"]["mean"] for row in found["rows"]] == [1.0, 0.5]
 
 
@@ -94,7 +94,7 @@ def test_an_output_belongs_to_its_command_and_recipe(
     out, ran = tmp_path / "out", list[list[str]]()
     table(Path("out"), run_command)
     table(out, ran.append)
-    assert not ran  # the folder is the same however it is spelled
+    assert not ran  # the folder is the same however it is written
     table(out, ran.append, seeds=(0, 1))
     assert ran and not any("seed0" in word for words in ran for word in words)
 
@@ -116,7 +116,7 @@ def test_an_output_belongs_to_its_command_and_recipe(
         with pytest.raises(UserError, match=problem):
             table(out.with_name("new"), ran.append, overrides=(wrong,))
     assert not ran and not out.with_name("new").exists(), "it is refused before anything runs"
-    # Of a system whose preset has two updates a batch, which the guard wants.
+    # A system's preset makes two updates per batch, which the guard needs.
     words = ["train", str(RECIPES / "search_r1" / "laptop.toml"), "--set", "grpo.guard=llds"]
     command = Command(tuple(words), tmp_path / "one")
     run._check_overrides([SimpleNamespace(every=lambda: [command])])  # type: ignore[list-item]
@@ -156,7 +156,7 @@ def test_behind_an_extraction_that_was_refused_nothing_of_its_column_runs(tmp_pa
 
     with pytest.raises(UserError, match=r"thresher extract .* was refused \(OSError: no space left"):
         reproduce("eviomni", ["own"], Scale("world"), tmp_path, refusing)
-    assert ran.count("extract") == 1 and ran.count("eval") == 1  # own answers alone
+    assert ran.count("extract") == 1 and ran.count("eval") == 1  # only the own answers
 
 
 def test_what_is_refused_is_said_and_the_rest_runs(
@@ -185,10 +185,10 @@ def test_what_is_refused_is_said_and_the_rest_runs(
 
 
 def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(tmp_path: Path, run_command: Run) -> None:
-    """A training whose evidence a generator reads, and its own answers; and of T3 six trainings with one generator."""
+    """A training whose evidence a generator reads, and its own answers; for T3 six trainings with one generator."""
     found, ran = killed_until_done("eviomni", "own", Scale("world"), tmp_path, run_command)
     lines = [" ".join(words) for words in ran]
-    # Behind the base's five.
+    # After the base's five commands.
     assert [words[0] for words in ran[5:]] == ["train", "sft", "extract", "eval", "eval"] and len(ran) == 10
     manifest = read_manifest("eviomni")
     cells = experiment_runs(manifest, manifest.tables["T3"], Scale("world"), tmp_path)

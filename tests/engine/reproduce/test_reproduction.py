@@ -1,5 +1,5 @@
-"""Test `thresher reproduce`: what a manifest says, which commands its rows become (trained policies, models of a
-server, filters, supervised baselines), and the table. How they run: test_reproduce_running.py."""
+"""Test `thresher reproduce`: the contents of manifests, the commands that their rows become (trained policies, models
+of a server, filters, supervised baselines), and the table. Running them: test_reproduce_running.py."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def experiment_of(manifest: PaperManifest, table: str, method: str, scale: Scale
 
 @pytest.fixture
 def asked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, HotpotQA's questions alone."""
+    """Make a working directory that contains only HotpotQA's questions."""
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/hotpotqa_dev500.jsonl").write_text("{}")
@@ -103,7 +103,7 @@ def test_of_a_teachers_right_answers_to_warmed_extractors(tmp_path: Path) -> Non
         commands = list(dict.fromkeys(command for cell in cells for command in cell.before))
         tunings = [command for command in commands if "tunings" in str(command.folder)]
         heads = [" ".join(command.words[:2]) if command.words[0] == "data" else command.words[0] for command in tunings]
-        assert [heads.count(name) for name in ("eval", "data sft", "sft")] == [teachers, 2, 4]  # a warm-up a seed
+        assert [heads.count(name) for name in ("eval", "data sft", "sft")] == [teachers, 2, 4]  # one warm-up per seed
         for cell in cells:
             for (extraction,) in cell.columns.values():
                 words = list(extraction.words)
@@ -150,7 +150,7 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     assert [one["row"] for one in listed if one["world"]] == ["Search-R1 (base)", "Eval-RAR (base)"]  # not (instruct)
     (_, rational, *_, eviomni, _) = listing(manifest, CHIPS["H100"], ["T1", "T2", "own"])
     assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
-    assert listing(manifest, CHIPS["H100"], ["F4"])[0]["stages"] == eviomni["stages"][:1]  # a figure asks nothing
+    assert listing(manifest, CHIPS["H100"], ["F4"])[0]["stages"] == eviomni["stages"][:1]  # a figure runs no question
     assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
     model.mkdir(parents=True)
     (model / "config.json").write_bytes((RECIPES / "world" / "config.json").read_bytes().replace(b"1024", b"4096"))
@@ -202,13 +202,13 @@ def test_a_command_gets_the_overrides_of_its_sections_and_at_paper_scale_a_gpu(n
     }
     cells = [cell for table in ("T1", "T2", "own") for cell in experiments(manifest, table, scale, tmp_path)]
     every = {command.words: command for cell in cells for command in cell.every()}
-    fixed = ("world", "teacher")  # of the world: its base, and what that answers to the training questions
+    fixed = ("world", "teacher")  # parts of the world: its base, and the base's answers to the training questions
     ours = [
         words for words, command in every.items() if not set(fixed) & set(command.folder.relative_to(tmp_path).parts)
     ]
     assert {words[0] for words in ours} == wanted.keys()
     for words in ours:
-        if words[0] == "eval" and "--best-of" in words:  # by the run's recipe
+        if words[0] == "eval" and "--best-of" in words:  # it uses the run's recipe
             continue
         assert set(scale.overrides) & set(words) == wanted[words[0]], words
         told = [words.index(key) for key in ("model.device=cuda", "model.dtype=bfloat16") if key in words]
@@ -236,7 +236,7 @@ def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Pa
     assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
     (trained, *_) = experiments(manifest, "F5", PAPER, tmp_path)
     extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
-    assert "--distractors 4" in extraction and "--distractors" not in answering  # which is given evidence
+    assert "--distractors 4" in extraction and "--distractors" not in answering  # it is given evidence
     assert "--distractors 4" in " ".join(full.columns["nq_noise4"][-1].words)
 
 
@@ -255,7 +255,7 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
     assert [words[0] for words in ran] == ["eval"] * 2  # without retrieval
     Path("indexes/wiki18").mkdir(parents=True)
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
-    assert len(ran) == 2 + 5  # of which three name an index of their own; nothing here is ever finished
+    assert len(ran) == 2 + 5  # three of them name an index of their own; nothing here is ever finished
     assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
 
 
@@ -282,7 +282,7 @@ def test_the_world_has_methods_that_its_base_knows_and_one_model_of_each(tmp_pat
     assert known == ["eval_rar", "without_evaluation", "search_r1"]
     cells = experiments(
         manifest, "T1", WORLD, tmp_path
-    )  # of the models, that of the row that others are tested against
+    )  # of the models, only that of the row with which others are compared
     assert [manifest.label(cell.row) for cell in cells] == ["Search-R1 (base)", "Eval-RAR (base)"]
 
 
@@ -297,7 +297,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> None:
-    """A command that names its system gets the file; one that goes on from a run has the run's recipe."""
+    """A command that names its system gets the file; one that continues from a run uses the run's recipe."""
     manifest, prompts = read_manifest("eval_rar"), tmp_path / "prompts"
     prompts.mkdir()
     (prompts / "eval_rar.txt").write_text("{question}")
@@ -350,7 +350,7 @@ def test_a_prompt_with_other_placeholders_is_refused_by_its_file_before_anything
 
 
 def test_a_released_checkpoint_is_asked_in_its_own_prompt(tmp_path: Path) -> None:
-    """The manifest names the file and how it is got; one of --prompts under its name takes its place."""
+    """The manifest names the file and its source; a file of --prompts with its name replaces it."""
     for paper, table, method, name in (
         ("evinote", "T1", "r1_searcher", "r1_searcher"),
         ("arena", "T3", "simple_deep_searcher", "simple_deep_searcher"),
@@ -367,7 +367,7 @@ def test_a_released_checkpoint_is_asked_in_its_own_prompt(tmp_path: Path) -> Non
             cell = experiment_of(manifest, table, method, scale, tmp_path / "out")
             for (command,) in cell.columns.values():
                 words = list(command.words)
-                if command.words[0] == "extract":  # the agent, and not the extractor that it asks
+                if command.words[0] == "extract":  # the agent, not the extractor that it calls
                     assert words[words.index("--agent-template") + 1] == file
                     assert not any(word.startswith("system.template") for word in words)
                 else:
@@ -376,7 +376,7 @@ def test_a_released_checkpoint_is_asked_in_its_own_prompt(tmp_path: Path) -> Non
 
 
 def test_rows_that_differ_in_the_system_are_trained_alike() -> None:
-    """Eval-RAR follows Search-R1's settings: two updates a batch, one warm-up of the learning rate."""
+    """Eval-RAR follows Search-R1's settings: two updates per batch, one warm-up of the learning rate."""
     manifest = read_manifest("eval_rar")
     recipes = [read_run_recipe(RECIPES / str(manifest.methods[name].recipe), []) for name in ("search_r1", "eval_rar")]
     assert [line.split()[0] for line in recipes[0].differences(recipes[1])] == ["system.name"]
@@ -398,7 +398,7 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytes
     assert ran == [] and "gpt-4o: GPT-4o" in said and "--answer-url deepseek-r1=URL" in said
     assert "\n- GPT-4o: gpt-4o is absent\n" in Path("out/arena-T5.md").read_text()
     judged = experiments(manifest, "T5", Scale("paper", overrides=("judge.model=gpt-4o",)), Path("out"))
-    assert ["gpt-4o" in cell.lacking() for cell in judged] == [True, False, False, False]  # the row, not all judged
+    assert ["gpt-4o" in cell.lacking() for cell in judged] == [True, False, False, False]  # its row, not all judged
     urls = [("gpt-4o", "https://API.openai.com/v1"), ("deepseek-r1", "http://h:1/v1")]
     keys = ["OTHER@api.example.com", "OPENAI@api.openai.com"]
     servers = servers_of(manifest, urls, [("deepseek-r1", "r1")], keys)
@@ -407,7 +407,7 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytes
     assert ran[0][-4:] == ["--answer-url", "https://API.openai.com/v1", "--answer-key-env", "OPENAI"]
     assert ran[1][-2:] == ["--answer-url", "http://h:1/v1"]
     assert "o1: OpenAI-o1" in capsys.readouterr().out
-    moved = servers_of(manifest, [("gpt-4o", "http://h:2")], [], [])  # servers move, and make the same
+    moved = servers_of(manifest, [("gpt-4o", "http://h:2")], [], [])  # a server may move and gives the same results
     reproduce("arena", ["T5"], Scale("paper", servers=moved), Path("out"), ran.append)
     assert len(ran) == 3 and ran[2] == [*ran[0][:-4], "--answer-url", "http://h:2"]
     for urls, names, problem in (
@@ -421,7 +421,7 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytes
     ):
         with pytest.raises(UserError, match=problem):
             servers_of(manifest, urls, names, [])
-    # A folder of the name that a server has for a model is no server.
+    # A model's folder with the same name as a model of a server is no server.
     served = ServedModel("http://h:1", "models/Qwen2.5-7B-Instruct")
     assert served.flags(["eval", "--answer-model", served.model, "--limit", "2"]) == ["--answer-url", "http://h:1"]
     for words in (["eval", "--model"], ["extract", "--agent-model"], ["train"]):
@@ -487,14 +487,14 @@ def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
 
 
 def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
-    """MuSiQue's 20 paragraphs are 2,454 tokens on average: an extractor that is trained on 5 passages reads them all
-    the same, and LLMLingua-2 leaves 540 of them, which the generator is shown whole."""
+    """MuSiQue's 20 paragraphs are 2,454 tokens on average. An extractor that is trained on 5 passages reads them all;
+    LLMLingua-2 leaves 540 of them, which the generator is shown whole."""
     manifest, room = read_manifest("eviomni"), "rollout.max_passage_tokens=3072"
     scale = Scale("paper", overrides=("rollout.max_passage_tokens=5000",))
     for method in ("filco", "cot", "eviomni"):
         cell = experiment_of(manifest, "T10", method, scale, tmp_path)
         words = cell.columns["musique"][0].words
-        assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # of two the last counts
+        assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # the last one counts
         assert not any(room in command.words for command in cell.before)
     invented = experiment_of(manifest, "F5", "eviomni", WORLD, tmp_path)
     assert not any(room in command.words for command in invented.every())
@@ -513,7 +513,7 @@ def test_what_an_override_replaces_or_no_reward_asks_is_not_wanted(tmp_path: Pat
 
 
 def test_of_several_seeds_the_seed_is_the_unit() -> None:
-    """However many questions agree: Eval-RAR's .022, .007 and .127 over Search-R1 are three values."""
+    """The number of questions does not matter: Eval-RAR's .022, .007 and .127 over Search-R1 are three values."""
 
     def seeds(*right: int) -> dict[int, dict[str, float]]:
         return {seed: {str(n): float(n < count) for n in range(134)} for seed, count in enumerate(right)}
@@ -537,11 +537,11 @@ def test_of_several_seeds_the_seed_is_the_unit() -> None:
     assert (found["low"], found["high"]) == pytest.approx((7 / 134 - half, 7 / 134 + half))
     # EviNote's + NS, .231, .007 and -.716: no pattern of signs has a smaller sum.
     assert _figures(seeds(134, 134, 0), first)["p"] == 1.0
-    # Seeds are paired by their number, whatever the order of what was run; a row that no seed changes, with every one.
+    # Seeds are paired by their number, in whatever order they ran; a row without seeds is paired with every one.
     assert _figures(second, dict(reversed(first.items()))) == found
     alone = _figures({0: first[0]}, second, fixed=True)
     assert alone["differences"] == pytest.approx([-3 / 134, -31 / 134, -10 / 134]) and alone["over"] == "seeds"
-    # The only finished seed of three is none of these.
+    # The only finished seed of three is not such a row.
     assert _figures({1: first[1]}, second)["over"] == "questions"
     assert "p" not in _figures(seeds(1, 2), {5: first[0], 6: first[1]})
 
@@ -599,7 +599,7 @@ def test_arenas_rows_start_from_a_base_that_names_numbers(tmp_path: Path) -> Non
 
 
 def test_of_two_rows_what_each_recalls_alone(tmp_path: Path) -> None:
-    """Of four questions with a gold passage both recall one; a seed that only one row has does not count."""
+    """Both recall one of four questions with a gold passage; a seed that only one row has does not count."""
     manifest = read_manifest("eviomni")
     table, scale = manifest.tables["F2"], Scale("paper", (0, 1))
     cells = experiment_runs(manifest, table, scale, tmp_path)

@@ -1,4 +1,4 @@
-"""One trajectory whose turns are told beforehand."""
+"""Fixtures for one trajectory with scripted turns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

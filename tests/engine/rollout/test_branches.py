@@ -1,5 +1,5 @@
-"""Branches: what is masked is absent from a context put together anew, tokens are kept whole, and nothing that is
-written there reaches the trajectory's own ids."""
+"""Branches: hidden text is absent from a newly assembled context, tokens are kept whole, and nothing written in a
+branch reaches the trajectory's own ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,11 +74,11 @@ def test_what_is_masked_is_absent(written: Written, tiny_tokenizer: Tokenizer) -
     ):
         found = texts(trajectory.branches[name], tiny_tokenizer)
         assert found == [(Source.PROMPT, before), (Source.POLICY, branches[name])]
-    # Its log-probs are those of a fresh forward over its own ids, in which the masked text never was.
+    # Its log-probs are those of a fresh forward over its own ids, which never contained the hidden text.
     assert_logprobs_match(run, [trajectory, *trajectory.branches.values()], 1.0)
     assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
     assert trajectory.reason == "answered" and run.clock.branches == 2
-    # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
+    # Tokens of branches are not trained: the update's rows are the trunk's tokens, each with its own log-prob.
     (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
     assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == [
         token for text in TRUNK for token in tiny_tokenizer.encode_template(text)
@@ -119,7 +119,7 @@ def test_hidden_tokens_change_no_bit_of_a_branch(
 
 
 def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -> None:
-    """Turns end at letters that random weights soon write, so that branches are reached without a script."""
+    """Turns end at letters that random weights soon write, so branches are reached without a script."""
     needs_invariant_policy(tiny_policy)
 
     def soon(question: Question, config: Any) -> Any:
@@ -177,7 +177,7 @@ def test_kept_bytes_are_exact_and_whole_tokens_stay(
     kept = kept_ids(KeptSpan(start, start + size), written, tiny_tokenizer)
     expected = tiny_tokenizer.decode_bytes(written)[start : start + size]
     assert tiny_tokenizer.decode_bytes(kept) == expected
-    # Whole tokens inside the span come through as they were sampled, in order; the others' bytes are a token each.
+    # Whole tokens inside the span are kept as sampled, in order; each byte of the others becomes a token.
     ends = list(accumulate(map(length, written)))
     inside = [x for x, end in zip(written, ends, strict=True) if start <= end - length(x) and end <= start + size]
     found = iter(kept)
@@ -210,11 +210,11 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
     for number, (line, passage, before) in enumerate(zip(lines, kept.passages, given, strict=True), start=1):
         whole = escape_tags(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
         assert line == whole and before.text.startswith(passage.text) and passage.title == before.title
-    assert kept.passages[0] is given[0]  # the longest give way first
+    assert kept.passages[0] is given[0]  # the longest passages are cut first
     if kept is not long:
         with pytest.raises(UserError, match=f"take [0-9]+ tokens, more than rollout.max_passage_tokens = {budget}"):
             run.prompt(long)
-        # Both that are cut end within a token of the same share, and the budget is not left unused.
+        # Both cut passages end within a token of the same share, and the budget is not left unused.
         first, second = (run.renderer.line_tokens(n, kept.passages[n - 1]) for n in (2, 3))
         assert abs(first - second) <= 12 and len(run.renderer.passages(kept.passages)) > budget - 26
         (stored,) = score([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
@@ -256,11 +256,11 @@ def test_what_no_prompt_shows_is_not_cut(tiny_rollout: Make) -> None:
     assert fitted(long, search).questions == [long]
 
 
-GLUED = "</extract><"  # of which Qwen's tokenizer makes `</`, `extract`, `><`
+GLUED = "</extract><"  # Qwen's tokenizer splits it into `</`, `extract`, `><`
 
 
 def with_glued_tokens(policy: Policy) -> dict[str, Any]:
-    """A tokenizer that glues so, a policy for it, and room for its many tokens."""
+    """Return a tokenizer with such a token, a policy for it, and room for its many tokens."""
     tokenizer = train_bpe(["><" * 9, "<answer>Bel</answer>"], 300, [EOS])
     assert any(tokenizer.token_bytes(token) == b"><" for token in tokenizer.encode("t><a"))
     config = policy.config.replace(
@@ -272,7 +272,7 @@ def with_glued_tokens(policy: Policy) -> dict[str, Any]:
 
 @pytest.mark.parametrize("between", [False, True])
 def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Policy, written: Written) -> None:
-    """So an episode reads what the reward reads; not where something was appended in between."""
+    """The episode then reads the same text as the reward, unless something was appended in between."""
     heard: list[Turn] = []
 
     def listening(question: Question, config: Any) -> Any:
@@ -290,7 +290,7 @@ def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Poli
     first, second, third = heard
     assert first == Turn(f"<extract>e{GLUED}".encode(), "</extract>") and third == Turn(f" more{EOS}".encode(), None)
     assert second.text == (b"" if between else b"<") + b"answer>Bel</answer>"
-    assert second.stop == ("</answer>" if between else "<answer>Bel</answer>")  # it began before its turn
+    assert second.stop == ("</answer>" if between else "<answer>Bel</answer>")  # the stop began before its turn
     answer = None if between else "Bel"
     assert second.inside("answer") == answer == final_answer(trajectory.pieces(glued["tokenizer"]))
 

@@ -1,5 +1,5 @@
-"""Calls: turns in contexts of their own, in the middle of an episode. What they write comes back, is shown as retrieved
-text, and is nothing of the policy's; many at once neither wait for each other for ever nor know of each other."""
+"""Calls: turns in contexts of their own, in the middle of an episode. Their text is returned and shown as retrieved
+text, and is not the policy's own; many concurrent calls neither deadlock nor affect each other."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ TURNS: list[Turn] = []
 
 
 def reading(question: Question, config: Any) -> Any:
-    """A turn; a call that reads, with what was written kept; what it wrote is shown; an answer."""
+    """Make a turn, then a call that reads and sees the turn; show what it wrote, then answer."""
     yield Prompt(config.template, question.question)
     turn = yield Generate(("</search>",), 10)
     kept = KeptSpan(0, len(turn.text))
@@ -68,7 +68,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(written: Written, tiny_t
         (Source.PROMPT, before),
         (Source.POLICY, "<answer>Bel</answer>"),
     ]
-    # The reward sees no answer in it, no row of the update is of it, and its tokens are counted apart.
+    # The reward sees no answer in it, it gives no row of the update, and its tokens are counted separately.
     (scored,) = score([QUESTION], [trajectory], system(), tiny_tokenizer, Judges())
     assert scored.result.reward == 0 and not scored.result.answer
     check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
@@ -81,7 +81,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(written: Written, tiny_t
 
 @pytest.mark.slow
 def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    """More episodes call than there are places and room: each has what it has alone."""
+    """More episodes make calls than there are slots and cache blocks: each result is the same as when run alone."""
     jobs = [Job(question, n, 0, n) for n, question in enumerate(tiny_questions[:6])]
     few = {"max_num_seqs": 2, "kv_tokens": 400, "max_passage_tokens": 200, "kv_block_size": 16}
     together = tiny_rollout(system(), **few).run(jobs, 1.0)
@@ -93,7 +93,7 @@ def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_que
 
 
 def test_limits_of_a_call(written: Written) -> None:
-    # max_tokens ends the turn without a tag, and the episode goes on with what there is.
+    # max_tokens ends the turn without a tag, and the episode continues with the text so far.
     TURNS.clear()
     turns = ["<search>x</search>", "no</answer>"]
     _, trajectory = written(turns, system(), QUESTION, {"call 1": "y" * 12}, max_passage_tokens=200)
@@ -107,7 +107,7 @@ def test_limits_of_a_call(written: Written) -> None:
     _, trajectory = written([], system(wide), QUESTION)
     assert trajectory.reason == "context" and len(trajectory.segments) == 1 and not trajectory.branches
 
-    # Passages beyond the budget are cut, and counted.
+    # Passages over the budget are cut and counted.
     many = tuple(Passage(str(n), "T", "word " * 30) for n in range(3))
 
     def long(question: Question, config: Any) -> Any:

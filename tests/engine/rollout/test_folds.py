@@ -1,5 +1,5 @@
-"""Folds: an episode goes on in a new context. What was sampled stays where it was sampled; kept text is a prompt there,
-and trained once. Branches and calls that ask for it are trained."""
+"""Folds: an episode continues in a new context. Sampled tokens stay in the context where they were sampled; kept text
+is a prompt in the new one, and is trained once. Branches and calls are trained on request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ SEEN: list[Turn] = []
 
 
 def folding(question: Question, config: Any) -> Any:
-    """A search whose query alone is kept beside what it found; then an answer."""
+    """Search, keep only the query next to what was found, then answer."""
     yield Prompt("Begin: {question}\n", question.question)
     turn = yield Generate(("</search>",))
     SEEN.append(turn)
@@ -88,9 +88,9 @@ def test_a_fold_goes_on_in_a_new_context(
         (RETRIEVED, "<information>Bel did it</information>"),
         (POLICY, SAID[1]),
     ]
-    # What a fresh forward computes in each context by itself is what was recorded.
+    # The recorded log-probs are those of a fresh forward over each context by itself.
     assert_logprobs_match(run, [trajectory], 1.0)
-    # Rooms are of the context in which the turn was written.
+    # A turn's room is that of the context in which it was written.
     ends = [sum(len(s.ids) for s in first[:2]), sum(len(s.ids) for s in again)]
     assert [turn.room for turn in SEEN] == [360 - end for end in ends]
     # Each sampled token is trained once, in its own context; the branch is trained, its prompt is not.
@@ -103,13 +103,14 @@ def test_a_fold_goes_on_in_a_new_context(
     check_all([scored], tiny_tokenizer, TAGS, 360)
     stored = scored.to_dict(tiny_tokenizer)
     assert stored["trained_branches"] == ["why"]
-    # A stored trajectory as a transcript of SFT: one of each context, with the same ids and positions.
+    # A stored trajectory as an SFT transcript: one transcript per context, with the same ids and positions.
     found = encode_all([("line 1", stored)], tiny_tokenizer, run.renderer, "{question}", None)
     assert [(one.ids, one.positions) for one in found] == [(item.ids, item.positions) for item in items[:2]]
 
 
 def unscripted(question: Question, config: Any) -> Any:
-    """Turns end at letters that random weights soon write; each fold keeps the last turn, and some begin as others."""
+    """End turns at letters that random weights soon write. Each fold keeps the last turn, and some contexts begin
+    alike."""
     prompt = Prompt("{question}", question.question)
     yield prompt
     end = 0
@@ -140,7 +141,7 @@ def test_folds_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -> N
 def test_recorded_log_probs_of_all_contexts_are_the_updates(
     family: str, tiny_rollout: Make, tiny_tokenizer: Tokenizer
 ) -> None:
-    """Also with few places and blocks, so that contexts are preempted; and where layers have states (Qwen3.5)."""
+    """This holds with few slots and blocks, so that contexts are preempted, and for layers with states (Qwen3.5)."""
     shape: dict[str, Any] = {"max_position_embeddings": 512, "vocab_size": tiny_tokenizer.vocab_size}
     if family == "states":
         types = ("linear_attention", "full_attention")
@@ -154,7 +155,7 @@ def test_recorded_log_probs_of_all_contexts_are_the_updates(
 
 
 def test_two_folds_into_equal_contexts_write_differently(tiny_rollout: Make) -> None:
-    """Each context has noise of its own, or an episode that folds into what it has been in would do the same again."""
+    """Each context has its own noise; otherwise an episode that folds into an earlier context would repeat itself."""
 
     def circle(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
@@ -170,7 +171,7 @@ def test_two_folds_into_equal_contexts_write_differently(tiny_rollout: Make) -> 
 
 
 def test_limits_of_a_fold(tiny_rollout: Make, script: Callable[..., None], tiny_tokenizer: Tokenizer) -> None:
-    """Tokens of the policy count over all contexts; a context without room ends the trajectory; passages are cut."""
+    """Policy tokens count over all contexts; a context without room ends the trajectory; passages are cut."""
 
     def endless(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
@@ -204,7 +205,7 @@ def test_limits_of_a_fold(tiny_rollout: Make, script: Callable[..., None], tiny_
 
 
 def test_an_episode_folds_when_its_context_runs_full(tiny_rollout: Make) -> None:
-    """By `Turn.room` and `EpisodeConfig.room_needed`: no trajectory ends for want of room, however many turns."""
+    """With `Turn.room` and `EpisodeConfig.room_needed` no trajectory runs out of room, however many turns it has."""
 
     def resuming(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)

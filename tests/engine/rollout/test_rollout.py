@@ -1,5 +1,5 @@
-"""Rollouts of a tiny policy: independent of batch composition to the bit, and exact tokens. Where a test needs to know
-what the policy writes, `script` forces the ids."""
+"""Rollouts of a tiny policy: bitwise independent of batch composition, with exact tokens. Where a test needs to know
+the policy's tokens, `script` forces the ids."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def test_samples_are_batch_invariant(
     jobs = make_jobs(tiny_questions[:20])
     batched_run = tiny_rollout(policy=policy)
     batch = batched_run.run(jobs, 1.0)
-    # The batch is a mixed one: it searches, goes on after a search, ends in several ways and at different times.
+    # The batch is mixed: it searches, goes on after a search, ends in several ways and at different times.
     assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 10
     assert len({trajectory.reason for trajectory in batch}) >= 3
     single_run = tiny_rollout(policy=policy, max_num_seqs=1)
@@ -40,7 +40,7 @@ def test_samples_are_batch_invariant(
 
 
 def babble(question: Question, config: Any) -> Any:
-    """Letters that random weights soon write end a turn; some of them search, some are answered by the engine."""
+    """End turns at letters that random weights soon write; some turns search, some are answered by the engine."""
     yield Prompt("{question}", question.question)
     for _ in range(config.max_turns):
         turn = yield Generate(("e", "a", "o"))
@@ -79,7 +79,7 @@ def test_samples_are_batch_invariant_with_other_heads(
 def test_noise_is_asked_for_by_seed_and_position(
     tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The position is the token's own place in its trajectory, so no two of its tokens ever see the same noise."""
+    """The position is the token's place in its trajectory, so no two of its tokens get the same noise."""
     asked: dict[int, list[int]] = {}
 
     def spy(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: SamplingTensors) -> Any:
@@ -106,7 +106,7 @@ def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Questi
 def test_new_weights_need_no_new_rollout(
     tiny_rollout: Make, tiny_policy: Policy, make_tiny_policy: Any, tiny_questions: list[Question]
 ) -> None:
-    """The training loop updates the very tensors: nothing of the old weights' keys and values may be left."""
+    """The training loop updates the same tensors: no keys and values of the old weights may be left."""
     jobs = make_jobs(tiny_questions[:8], samples=2)
     run = tiny_rollout(policy=tiny_policy)
     before = list(map(record, run.run(jobs, 1.0)))
@@ -160,7 +160,7 @@ def test_columns_beyond_the_tokenizer_are_never_sampled(
 
 
 def test_a_scripted_episode_token_by_token(written: Written, tiny_tokenizer: Tokenizer) -> None:
-    """Two searches, a turn without an action, an answer: who wrote what, in order, and not a token lost between."""
+    """Two searches, a turn without an action, an answer: the source of each segment, in order, without a lost token."""
     texts = [
         "<think>?</think><search>spouse of Gil Hart</search>",
         "<search>mayor</search>",
@@ -181,7 +181,7 @@ def test_a_scripted_episode_token_by_token(written: Written, tiny_tokenizer: Tok
     assert shown.endswith("</information>\n\n")
     assert_logprobs_match(run, [trajectory], 1.0)
     assert run.clock.sampled_tokens == trajectory.count(Source.POLICY)
-    # All that was fed but single sampled tokens: the prompt, and appended pieces with the token that came before each.
+    # All tokens fed except single sampled ones: the prompt, and appended pieces with the token before each.
     appended = sum(len(s.ids) + 1 for s in trajectory.segments if s.source in (Source.RETRIEVED, Source.FEEDBACK))
     assert run.clock.prefilled_tokens == len(trajectory.segments[0].ids) + appended
     assert (run.clock.search_queries, run.clock.search_calls) == (2, 2)

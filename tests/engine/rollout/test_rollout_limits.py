@@ -1,5 +1,5 @@
-"""Rollouts of a tiny policy at their limits: what ends one, what is shared, cut, batched and given back, systems that
-break the rules. Where a test needs to know what the policy writes, `script` and `written` force the ids."""
+"""Rollouts of a tiny policy at their limits: what ends one; sharing, cuts, batched searches and freed pages; systems
+that break the rules. Where a test needs to know the policy's tokens, `script` and `written` force the ids."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from thresher.rewards.reward import Source
 
 
 class SpyIndex:
-    """The index, and every call of it. before: is called before each search."""
+    """An index that records every call. before: is called before each search."""
 
     def __init__(self, index: Index, elsewhere: bool = False, before: Callable[[], None] = lambda: None) -> None:
         self.index, self.elsewhere, self.before = index, elsewhere, before
@@ -48,13 +48,13 @@ def test_limits_end_a_trajectory_each_with_its_reason(
     for texts, limits, reason, lengths in (
         (endless, {"max_turn_tokens": 7}, "turn_tokens", [7]),
         (endless, {"max_policy_tokens": 9, "max_turn_tokens": 50}, "tokens", [9]),
-        # Turns of 4 tokens: inside the third, and at the end of the second.
+        # Turns of 4 tokens: the limit is within the third, and at the end of the second.
         (short, {"max_policy_tokens": 10, "max_turns": 9}, "tokens", [4, 4, 2]),
         (short, {"max_policy_tokens": 8, "max_turns": 9}, "tokens", [4, 4]),
         (endless, {"max_context": prompt + 11, "max_turn_tokens": 50}, "context", [11]),
         (endless, {"max_context": prompt + 1}, "context", [1]),
         (short, {"max_turns": 3}, "turns", [4, 4, 4]),
-        # A turn that ends with its last allowed token has ended.
+        # A turn that stops at its last allowed token is complete.
         (answer, {"max_turn_tokens": size, "max_policy_tokens": size}, "answered", [size]),
         (answer, {"max_turn_tokens": size - 1}, "turn_tokens", [size - 1]),
         (short, {"max_turn_tokens": 4, "max_turns": 1}, "turns", [4]),
@@ -92,7 +92,7 @@ def test_a_prompt_that_fills_the_context_is_refused(tiny_rollout: Make, tiny_que
 def test_what_cannot_be_encoded_is_refused_at_the_question_or_passage(
     tiny_rollout: Make, tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """The tokenizer has no token for byte 0, as SmolLM2's: its name is not enough to find the text."""
+    """Like SmolLM2's, the tokenizer has no token for byte 0: the error must show where the text is."""
     tiny_tokenizer.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace('"Ā"', '"ĀĀ"'))
@@ -106,11 +106,11 @@ def test_what_cannot_be_encoded_is_refused_at_the_question_or_passage(
         run.renderer.passages(passages)
 
 
-# --- What is shared, cut, batched and given back
+# --- Sharing, cuts, batched searches, freed pages
 
 
 def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    """Nor the prompts of others, where they begin as theirs does."""
+    """The prompts of other questions are not recomputed either where they begin alike."""
     for max_running in (64, 2):
         run = tiny_rollout(max_turns=1, max_num_seqs=max_running, kv_block_size=16)
         prompts = [len(run.prompt(question)) for question in tiny_questions[:3]]
@@ -128,7 +128,7 @@ def test_all_searches_of_a_step_are_one_call(
     spy = SpyIndex(tiny_index)
     run = tiny_rollout(index=spy)
     trajectories = run.run([Job(tiny_questions[0], 0, seed, seed) for seed in range(9)], 1.0)
-    # Whatever their turn: the first search of some falls on the same step as the second of others.
+    # The first search of some samples falls on the same step as the second of others, and they share a call.
     assert spy.calls == [["rival"] * 6, ["mayor", "spouse", "spouse"] * 3]
     assert (run.clock.search_calls, run.clock.search_queries) == (2, 15)
     assert {t.reason for t in trajectories} == {"answered"}
@@ -137,7 +137,7 @@ def test_all_searches_of_a_step_are_one_call(
 def test_episodes_that_search_before_they_write_share_a_call(
     script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question]
 ) -> None:
-    """Regression: those that started together were searched for one by one. And two searches in a row are two calls."""
+    """Regression: episodes that began together searched one by one. Two successive searches are two calls."""
 
     def episode(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
@@ -162,7 +162,7 @@ def test_episodes_that_search_before_they_write_share_a_call(
 def test_others_write_while_a_server_searches(
     script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server answers only once the others have gone on writing."""
+    """The server answers only after the others have continued writing."""
     searching = ["<search>mayor</search>", "<answer>a</answer>"]
     other = ["<think>nobody is asked</think><answer>b</answer>"]
     jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(6)]
@@ -196,8 +196,8 @@ QUERIES = ("mayor", "spouse", "rival")
 
 
 class BesideAGpu(DecoderWriter):
-    """Takes text every third step, as a decoder on a GPU does, and lets searches go on beside. appended: the steps
-    behind which text came, of all that were made."""
+    """A writer that accepts text every third step, as a decoder on a GPU does, and runs searches in the background.
+    appended: the steps, of all steps, after which text was appended."""
 
     appended: ClassVar[list[int]] = []
 
@@ -217,8 +217,8 @@ class BesideAGpu(DecoderWriter):
 def test_a_search_beside_a_gpu_is_over_in_so_many_steps_however_long_it_takes(
     script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on in a thread while others write, and changes no result. Three ask at different steps: what is asked
-    between two steps that take text is one search."""
+    """The search runs in a thread while others write, and changes no result. Three samples search at different steps;
+    searches between two steps that accept text are one call."""
     texts = [
         "<search>mayor</search>",
         "<think>a</think><search>spouse</search>",
@@ -290,7 +290,7 @@ def test_shuffled_passages_depend_on_the_sample_alone(
 
 
 def asking(*requests: Any, reason: str | None = None) -> System:
-    """A system whose episodes make these requests."""
+    """Return a system whose episodes make these requests."""
 
     def episode(question: Question, config: Any) -> Any:
         yield from requests

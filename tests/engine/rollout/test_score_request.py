@@ -1,4 +1,4 @@
-"""Score: log-probs of a text that nobody sampled, from an episode to its reward and its files, never in the loss."""
+"""Score: log-probs of a given text, from an episode to its reward and its files, never in the loss."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ FOUND: list[list[float]] = []
 
 
 def scoring(question: Question, config: EpisodeConfig, ask: bool = True) -> Episode:
-    """A score, a turn, a line, two scores, and a turn."""
+    """Score a text, make a turn, a line, score two texts, and make a turn."""
     gold = question.golds[0]
 
     def asked(context: BranchPrompt | str) -> Any:
@@ -58,7 +58,7 @@ SILENT = system_of(lambda question, config: scoring(question, config, ask=False)
 
 
 def contexts(run: Any, question: Question, trajectory: Trajectory) -> list[list[int]]:
-    """Return what stood before each of the three texts."""
+    """Return the context of each of the three texts."""
     segments, encode = trajectory.segments, run.tokenizer.encode_template
     prompt, turn, line = (segment.ids for segment in segments[:3])
     own = encode(OWN.replace("{question}", question.question))
@@ -90,9 +90,9 @@ def test_it_is_a_fresh_forward_s_and_changes_no_sample(
             fresh.append(([*before, *text_ids], places, found["logprobs"], temperature or 1.0))
         assert check_trajectory(one, run.tokenizer, SYSTEM.tags, run.limits.max_context) == []
     assert_logprobs_are_fresh(run.policy, run.tokenizer.vocab_size, fresh)
-    # The episode got what is recorded.
+    # The episode received what is recorded.
     assert sorted(FOUND) == sorted(found["logprobs"] for one in trajectories for found in one.scores)
-    # No row of the update is of it.
+    # It gives no row of the update.
     sequences, without = (build_train_sequences(x, [1.0] * len(jobs), GrpoSection()) for x in (trajectories, plain))
     assert sequences == without
 
@@ -100,7 +100,7 @@ def test_it_is_a_fresh_forward_s_and_changes_no_sample(
 def test_the_next_turn_s_context_is_what_is_kept(
     tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but its last token, which the turn feeds; of a context that no turn goes on from, nothing."""
+    """All but its last token is kept, which the turn feeds; of a context that no turn continues, nothing is kept."""
     asked: list[tuple[list[int], int]] = []
     begin = Decoder.score
 

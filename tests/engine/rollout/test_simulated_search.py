@@ -1,5 +1,5 @@
-"""Simulated searches: the curriculum of noise, the chat model that is asked, and runs of ZeroSearch, which draw the
-same noise again and repeat from their records."""
+"""Simulated searches: the curriculum of noise, requests to the chat model, and runs of ZeroSearch, which draw the same
+noise again and repeat from their records."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_the_curriculum() -> None:
             risen = share if made.base == 1 else (made.base**share - 1) / (made.base - 1)
             expected = made.start + risen * (made.end - made.start)
             assert math.isclose(made.probability(step), expected, rel_tol=1e-13)
-    # sqrt(4) - 1 is a third of 4 - 1: half of the way to the end a third of the noise has come.
+    # sqrt(4) - 1 is a third of 4 - 1: halfway through, the noise has risen by a third.
     assert math.isclose(curriculum(steps=2).probability(1), 0.5 / 3, rel_tol=1e-15)
 
 
@@ -202,7 +202,7 @@ def test_a_run_draws_its_noise_again_and_repeats_from_its_record(recipe: Callabl
         assert record["tool_calls"] == len(calls) and record["noisy_tool_calls"] == sum(c["noisy"] for c in calls)
     noisy = [sum(call["noisy"] for call in calls) / len(calls) for calls in drawn.values()]
     assert noisy[0] < noisy[-1] == 1.0
-    # An evaluation is always at the end of the curriculum.
+    # An evaluation always uses the end of the curriculum.
     assert all(call["noisy"] for step in (0, 2, 4) for call in calls_of("run", step, "evaluations"))
     train_killed(recipe(), Path("killed"), 3)
     train(recipe(), "killed", resume=True)
@@ -211,7 +211,7 @@ def test_a_run_draws_its_noise_again_and_repeats_from_its_record(recipe: Callabl
     train(recipe(rollout={"tools_replay": "run"}), "again")
     assert {step: calls_of("again", step) for step in drawn} == drawn
     assert [one["reward"] for one in steps_of(Path("again"))] == [one["reward"] for one in steps_of(Path("run"))]
-    # The curriculum is laid out over run.steps.
+    # The curriculum is spread over run.steps.
     Path("search.py").write_text(STAND_IN)
     with pytest.raises(UserError, match=r"run\.steps is 4, not 6"):
         train(recipe(run={"steps": 6}), "run", resume=True)

@@ -1,5 +1,5 @@
-"""Tools: what they return is recorded and shown; what fails is one sentence; nothing waits for a call that hangs, and
-no token depends on when a result comes."""
+"""Tools: results are recorded and shown; a failure gives one sentence; nothing waits for a call that hangs, and no
+token depends on when a result arrives."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def toolbox(*functions: Callable[[dict[str, Any]], object], **limits: Any) -> To
 
 
 def asking(*calls: Tool) -> System:
-    """Each episode makes these calls, with a short turn behind each that shows what came."""
+    """Return a system whose episodes make these calls, each followed by its result and a short turn."""
 
     def episode(question: Question, config: Any) -> Any:
         yield Prompt(config.template, question.question)
@@ -54,7 +54,7 @@ def asking(*calls: Tool) -> System:
 
 
 def called(box: Toolbox, *calls: Tool) -> list[Result]:
-    """The results of calls that are made at once, in their order."""
+    """Return the results of calls that are begun together, in their order."""
     begun = [box.call(n, Trajectory("q", 0, n), call, QUESTION) for n, call in enumerate(calls)]
     while box.waiting:
         box.ended(wait=True)
@@ -95,7 +95,7 @@ def test_what_goes_wrong_is_one_sentence() -> None:
     assert texts[5] == "There is no tool nobody; the tools are raising, huge, number, fine."
     assert texts[6] == 'got {"a": [1, {"b": null}]}'
     assert set(texts[7:]) == {"fine was called with arguments that are no JSON object."}
-    assert sorted(text.partition(":")[0] for text in said) == ["tool huge", "tool number", "tool raising"]  # once each
+    assert sorted(text.partition(":")[0] for text in said) == ["tool huge", "tool number", "tool raising"]  # one each
 
 
 def test_calls_that_hang_neither_block_the_others_nor_the_run() -> None:
@@ -115,7 +115,7 @@ def test_calls_that_hang_neither_block_the_others_nor_the_run() -> None:
     assert results == [Result(late, True)] + [Result(refused, True)] * 4 + [Result("got {}")]
     assert begun.acquire(timeout=WAIT) and not begun.acquire(blocking=False)
     assert called(box, Tool("stuck", {})) == [Result(refused, True)]
-    # Once they return, what they return is dropped, and the tool is called again.
+    # Once they return, their results are dropped, and the tool is called again.
     release.set()
     box.tools["stuck"].timeout = WAIT
     while box.tools["stuck"].hung:
@@ -133,7 +133,7 @@ def test_a_result_that_comes_late_is_an_error_whenever_it_is_looked_for() -> Non
     box = toolbox(slow, timeout=0.02)
     call = box.call(0, Trajectory("q", 0, 0), Tool("slow", {}), QUESTION)
     assert box.ended(wait=False) == [] and call.begun > 0
-    time.sleep(0.03)  # nobody looks
+    time.sleep(0.03)  # nothing looks for results
     release.set()
     while box._outcomes.empty():
         time.sleep(0.001)
@@ -184,7 +184,7 @@ def test_an_interrupt_does_not_wait_for_a_call() -> None:
 
 def test_no_more_calls_than_its_concurrency_run_at_once() -> None:
     running, most, lock = 0, 0, threading.Lock()
-    pair = threading.Barrier(2, timeout=WAIT)  # breaks unless two run together
+    pair = threading.Barrier(2, timeout=WAIT)  # breaks unless two calls run at once
 
     def counted(arguments: dict[str, Any]) -> str:
         nonlocal running, most
@@ -252,7 +252,7 @@ def test_a_cut_text_keeps_its_limit(tiny_rollout: Make, most: int) -> None:
 
 
 def test_an_episode_waits_alone(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    """The tool of one episode returns only after all others have ended; they have what they have without it."""
+    """The tool of one episode returns only after all others have ended; the others have the same results without it."""
     over = threading.Event()
 
     def slow(arguments: dict[str, Any]) -> str:
@@ -304,7 +304,7 @@ def test_a_failing_tool_leaves_the_other_episodes_alone(tiny_rollout: Make, tiny
 
 
 class Ordered:
-    """A tool whose `count` calls return one after another in a given order: each once the one before has been used."""
+    """A tool whose `count` calls return in a given order: each one once the result before it has been used."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.turns = dict(zip(order, range(len(order)), strict=True))
@@ -361,7 +361,7 @@ def test_a_limit_or_an_error_ends_a_run_while_calls_go_on(tiny_rollout: Make, ti
     with pytest.raises(KeyError, match="a fault"):
         tiny_rollout(system_of(episode, TAGS), tools=box).run(make_jobs(tiny_questions[:3]), 1.0)
     assert not box.waiting and len(box.tools["stuck"].hung) == 1
-    release.set()  # what it returns is nobody's in the next run
+    release.set()  # its result belongs to no call of the next run
     run = tiny_rollout(asking(Tool("fine", {"a": 1})), tools=box)
     assert [one.tools[0]["text"] for one in run.run(make_jobs(tiny_questions[:3]), 1.0)] == ['got {"a": 1}'] * 3
 
@@ -390,7 +390,7 @@ def test_a_run_repeats_from_its_record(tiny_rollout: Make, tiny_questions: list[
         box.place = place
         return tiny_rollout(asked, tools=box).run(jobs, 1.0)
 
-    # From the file itself, as an evaluation's, and as a step's of a run.
+    # From the file itself, from an evaluation's folder, and from a step of a run.
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval/trajectories.jsonl").write_bytes(file.read_bytes())
     (tmp_path / "run/trajectories").mkdir(parents=True)
@@ -419,8 +419,8 @@ def test_a_run_repeats_from_its_record(tiny_rollout: Make, tiny_questions: list[
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict[str, Any]], threading.Event]]:
-    """The address of a tool's server, what it was asked, and an event that ends its slow answers. It answers with
-    arguments["say"], of status arguments["status"]."""
+    """Serve a tool; return its address, the requests, and an event that ends slow answers. It answers with
+    arguments["say"] and status arguments["status"]."""
     asked: list[dict[str, Any]] = []
     release = threading.Event()
 
@@ -436,7 +436,7 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]], threading.Event]]:
             if arguments.get("slow"):
                 release.wait(WAIT)
             data = arguments.get("raw", json.dumps(arguments.get("say"))).encode() * arguments.get("times", 1)
-            with suppress(ConnectionError):  # the client may wait no more
+            with suppress(ConnectionError):  # the client may have stopped waiting
                 self.send_response(arguments.get("status", 200))
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -479,7 +479,7 @@ def test_a_server_that_is_slow_or_away(server: tuple[str, list[dict[str, Any]], 
     box = load_tools({"far": ToolSection(url=url, timeout=0.1)}, None, lambda _: None)
     (result,) = called(box, Tool("far", {"slow": True}))
     assert result == Result("far gave no result within 0.1 s.", True)
-    slow = HttpTool("far", ToolSection(url=url, timeout=0.1))  # the same words where its own clock ends it
+    slow = HttpTool("far", ToolSection(url=url, timeout=0.1))  # the same message if its own timeout ends it
     (result,) = called(Toolbox({"far": HostedTool(name="far", function=slow, timeout=WAIT)}), Tool("far", {"slow": 1}))
     assert result == Result(f"far gave no result within {WAIT} s.", True)
     release.set()

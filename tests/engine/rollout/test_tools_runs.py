@@ -1,5 +1,5 @@
-"""Runs with tools, by every command that has them: the example of docs/systems.md as it stands there, training and what
-repeats it, and recipes that name a tool wrongly."""
+"""Runs with tools, for every command that uses them: the example of docs/systems.md exactly as given there, training
+and its replay, and recipes that name a tool wrongly."""
 
 import json
 import re
@@ -35,7 +35,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
 
 @pytest.fixture
 def recipe(make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
-    """A training run with the file above, in the working directory."""
+    """Return a function that makes the recipe of a training run with the file above, in the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("looking.py").write_text(LOOKING)
 
@@ -120,12 +120,12 @@ def test_training_repeats_from_its_record(recipe: Callable[..., Recipe]) -> None
     train(recipe(tools_replay="run"), "again")
     first, second = what_happened(Path("run")), what_happened(Path("again"))
     assert first.keys() == second.keys()
-    # Tokens, log-probs, rewards and weights are the same; what shares a forward is not, and is counted.
+    # Tokens, log-probs, rewards and weights are the same; counts that depend on the composition of forwards may differ.
     assert {key for key in first if first[key] != second[key]} <= {"recipe", "metrics"}
     for one, other in zip(first["metrics"], second["metrics"], strict=True):
         same = [key for key in one if one[key] == other[key]]
         assert {"reward", "loss", "grad_norm", "sampled_tokens"} <= {*same} or one["eval"] == other["eval"]
-    # A run does not go on with another tool.
+    # A run is not resumed with another tool.
     with pytest.raises(UserError, match=r"looking\.py: the file has changed"):
         train(recipe(), "run", resume=True)
 
@@ -161,7 +161,7 @@ def test_rollout_and_eval(recipe: Callable[..., Recipe], capsys: pytest.CaptureF
     assert cli.run(["eval", "r.toml", "--out", "f", "--set", "rollout.tools_replay=e"]) == 0
     one, other = (stored(Path(folder) / "trajectories.jsonl") for folder in ("e", "f"))
     assert one == other and any("tools" in entry for entry in one)
-    # Another run's results are none of this one's.
+    # Results of another run are not used.
     assert cli.run(["eval", "r.toml", "--out", "g", "--seed", "5", "--set", "rollout.tools_replay=a.jsonl"]) != 0
     assert "of a tool: was " in (said := capsys.readouterr().err) or "is not recorded" in said
 
@@ -216,7 +216,7 @@ def test_the_section_in_a_recipe(tmp_path: Path) -> None:
     assert recipe.keys()["tools.a.url"] == "http://y"
     recipe.write(tmp_path / "r.toml")
     assert load_recipe(tmp_path / "r.toml") == recipe
-    # A run may be resumed with another address and concurrency, not with another limit; without tools nothing is new.
+    # A run may be resumed with another address and concurrency, not another limit; without tools nothing changes.
     digests = {}
     for key, value in (("url", "http://z"), ("concurrency", 2), ("timeout", 4.0), ("max_tokens", 9)):
         other = make_recipe({**SMALL, "tools": {"a": {"url": "http://x", "timeout": 3, key: value}}}, "r.toml")

@@ -1,4 +1,5 @@
-"""Rollouts that are trees: samples go on from others' turns as if they had written them, whatever runs beside them."""
+"""Rollouts that are trees: samples continue from the turns of others as if they had written them, whatever runs next to
+them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ MOST = 3  # turns
 
 
 def walking(question: Question, config: Any) -> Any:
-    """Turns of at most eight tokens. Behind each comes, by its own text, passages, a line, nothing, or the end."""
+    """Make turns of at most eight tokens. Depending on its text, passages, a line, nothing or the end follow a turn."""
     yield Prompt(config.template, question.question)
     for _ in range(MOST):
         turn = yield Generate(("e", "a"), 8)
@@ -68,7 +69,7 @@ def walking(question: Question, config: Any) -> Any:
 
 
 def folding(question: Question, config: Any) -> Any:
-    """Score behind each turn, then fold to it; behind the first a call is trained."""
+    """Score after each turn, then fold to it; after the first turn a call is trained."""
     yield Prompt(config.template, question.question)
     prompt, end = Prompt(config.template, question.question), 0
     for number in range(MOST):
@@ -88,7 +89,7 @@ def jobs_of(questions: Sequence[Question], size: int, base: int = 0) -> list[Job
 
 
 def inherited(trajectory: Trajectory, group: Sequence[Trajectory]) -> int:
-    """The segments that a sample took over, each of which is that of the sample that it went on from."""
+    """Return the number of segments that a sample inherited. Each equals that of the sample from which it continued."""
     if trajectory.forked is None:
         return 1
     sample, count = trajectory.forked
@@ -104,8 +105,8 @@ def inherited(trajectory: Trajectory, group: Sequence[Trajectory]) -> int:
 
 
 def test_samples_go_on_from_the_nodes_of_their_own_tree(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    """Two trees, two nodes in each of two rounds: samples 0 and 1 begin, 2 and 3 go on in tree 0 and 4 and 5 in tree
-    1, then 6 and 7, and 8 and 9. Log-probs are those of a forward over the whole."""
+    """Check two trees with two nodes in each of two rounds. Samples 0 and 1 begin, 2 and 3 continue in tree 0 and 4 and
+    5 in tree 1, then 6 and 7, and 8 and 9. Log-probs are those of a forward over the whole sample."""
     run = tiny_rollout(system_of(walking, TAGS))
     jobs = jobs_of(tiny_questions[:5], 10)
     found = run.run(jobs, 1.0, shape=TreeShape(2, 2))
@@ -117,7 +118,7 @@ def test_samples_go_on_from_the_nodes_of_their_own_tree(tiny_rollout: Make, tiny
         assert [one.forked is None for one in own] == [True] * 2 + [False] * 8
         for one in own[2:]:
             assert one.forked is not None and tree_of[one.forked[0]] == tree_of[one.sample]
-            assert one.sample >= 6 or one.forked[0] < 2  # the first round knows the first samples alone
+            assert one.sample >= 6 or one.forked[0] < 2  # the first round knows only the first samples
             depths[one.forked[1]] += 1
         for one in own:
             assert len(one.segments) > inherited(one, own) and one.reason in ("ended", "turns")
@@ -134,8 +135,8 @@ def test_samples_go_on_from_the_nodes_of_their_own_tree(tiny_rollout: Make, tiny
 def test_no_bit_depends_on_the_cache_or_on_other_questions(
     tiny_rollout: Make, tiny_questions: list[Question], tiny_policy: Policy
 ) -> None:
-    """The oracle computes every sample's beginning anew. A small cache, other questions and their order change nothing,
-    nor do drafts."""
+    """The oracle computes every sample's prefix anew. A small cache, other questions, their order and drafts change
+    nothing."""
     needs_invariant_policy(tiny_policy)
     shape, jobs = TreeShape(2, 2), jobs_of(tiny_questions[:4], 10)
     fresh = tiny_rollout(system_of(walking, TAGS), reuse=False, share_prefix=False)
@@ -155,7 +156,7 @@ def test_no_bit_depends_on_the_cache_or_on_other_questions(
 def test_samples_go_on_from_episodes_that_fold_score_and_call(
     tiny_rollout: Make, tiny_questions: list[Question], tiny_policy: Policy
 ) -> None:
-    """They have the contexts, scores and calls of the turns that they took over; each sampled token is trained once."""
+    """They inherit the contexts, scores and calls of earlier turns; each sampled token is trained once."""
     needs_invariant_policy(tiny_policy)
     jobs, shape, found = jobs_of(tiny_questions[:4], 10), TreeShape(2, 2), {}
     for reuse in (False, True):
@@ -175,7 +176,7 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
         if taken:
             assert one.branches["call 1"].segments == parent.branches["call 1"].segments
             assert not one.branches["call 1"].in_loss
-    # A path has the same tokens, whoever wrote them: the samples of the first turn weigh its call alike.
+    # Paths count tokens no matter which sample wrote them, so all samples of the first turn weigh its call equally.
     assert set(depths) == {0, 1, 2}
     for one in found[True]:
         calls_tokens = sum(branch.count(Source.POLICY) for branch in one.branches.values())
@@ -183,7 +184,7 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
         assert own + inherited_trained_tokens(one) == one.count(Source.POLICY) + calls_tokens
     trained = [sum(len(context.positions) for context in trained_contexts(one)) for one in found[True]]
     assert sum(trained) == run.clock.sampled_tokens
-    # A reward names the call in each sample that has it; the samples that took it over do not train it.
+    # A reward names the call in each sample that has it; the samples that inherited it do not train it.
     calls = [{name: float(n % 2) for name in one.branches} for n, one in enumerate(found[True])]
     results = [RewardResult(float(n % 3), branches=rewards) for n, rewards in enumerate(calls)]
     scored = [Scored(tiny_questions[0], one, result, NOTHING) for one, result in zip(found[True], results, strict=True)]
@@ -196,7 +197,7 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
 def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(
     tiny_rollout: Make, tiny_questions: list[Question], tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States are kept at the ends of turns: without that, those of the prompt alone would be."""
+    """States are kept at the ends of turns; otherwise only those of the prompt would be."""
     types = ("linear_attention", "full_attention", "linear_attention")
     own: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 3, "layer_types": types, "head_dim": 16}
     own |= {"partial_rotary_factor": 0.25, "delta": DeltaShape(2, 4, 8, 8, 4), "eos_token_ids": ()}
@@ -230,7 +231,7 @@ class Counting:
 
 
 def asking(question: Question, config: Any) -> Any:
-    """Whatever an episode may be sent, before each of three turns."""
+    """Make every kind of request before each of three turns."""
     yield Prompt(config.template, question.question)
     text = ""
     for number in range(3):
@@ -238,7 +239,7 @@ def asking(question: Question, config: Any) -> Any:
         yield Retrieved(result.text, "<information>", "</information>")
         read = yield SubCall(BranchPrompt(Prompt("{question} in short:", question.question), (), (), 3))
         hits = yield Search(question.question)
-        hits.reverse()  # what it was sent is its own to change
+        hits.reverse()  # the episode may change a result that it received
         yield Retrieved(hits, "<information>", "</information>")
         yield Feedback(f" {len(read.text)} {number}")
         turn = yield Generate((), 4)
@@ -252,7 +253,7 @@ def test_nothing_is_asked_again(tiny_rollout: Make, tiny_questions: list[Questio
     run = tiny_rollout(system_of(asking, TAGS), tools=box, max_context=700)
     jobs = jobs_of(tiny_questions[:4], 6)
     found = run.run(jobs, 1.0, shape=TreeShape(2, 2))
-    # Before its next turn the other one had asked once more; a sample that goes on from the prompt asks for everything.
+    # Before its next turn the other sample had made one more request; a sample from the prompt makes all requests.
     taken = sum(one.forked[1] + 1 for one in found if one.forked and one.forked[1])
     assert taken > 0 and len(count.calls) == run.clock.search_queries == 3 * len(found) - taken
     for one in found:
@@ -267,7 +268,7 @@ def test_nothing_is_asked_again(tiny_rollout: Make, tiny_questions: list[Questio
 def test_a_tree_repeats_from_its_tools_record(
     tiny_rollout: Make, tiny_questions: list[Question], tmp_path: Path
 ) -> None:
-    """What a sample took over stands in its own record as well, so its next call is found behind it."""
+    """An inherited result is in the sample's own record too, so its next call is found after it."""
     count = Counting()
     jobs, shape = jobs_of(tiny_questions[:3], 6), TreeShape(2, 2)
     system = system_of(asking, TAGS)

@@ -1,4 +1,4 @@
-"""A chat model behind a URL: what is asked, what is kept, and a server in trouble."""
+"""A chat model at a URL: requests, stored replies, and a server in trouble."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thresher.engine.scoring.judges import load_verdicts
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses between attempts, which are noted and cut short."""
+    """Record the pauses between attempts and cut them short."""
     taken: list[float] = []
     wait = threading.Event.wait
 
@@ -51,7 +51,7 @@ def failure(endpoint: Endpoint, *texts: str, **arguments: Any) -> str:
     return str(caught.value)
 
 
-# what is asked
+# requests
 
 
 def test_a_request_and_its_reply(server: ChatServer) -> None:
@@ -76,7 +76,7 @@ def test_replies_come_in_the_order_of_the_questions_and_twins_share_one(server: 
 
 
 def test_as_many_requests_at_once_as_allowed(server: ChatServer) -> None:
-    server.hold = threading.Barrier(3)  # nobody is answered until three ask at once
+    server.hold = threading.Barrier(3)  # no reply is given before three requests run at once
     assert Endpoint(server.url, "m", concurrency=3).complete(said(*"abcdef")) == [f"re: {text}" for text in "abcdef"]
     server.hold = threading.Barrier(2)
     with pytest.raises(UserError, match="no reply"):
@@ -101,19 +101,19 @@ def test_addresses() -> None:
     assert "s3cret" not in str(caught.value)
 
 
-# what is kept
+# stored replies
 
 
 def test_a_reply_is_paid_for_once_across_runs_and_addresses(server: ChatServer, tmp_path: Path) -> None:
     replies = tmp_path / "deep" / "replies.jsonl"
     first = Endpoint(server.url, "m", replies=replies)
-    assert list(tmp_path.iterdir()) == []  # a run folder is made where nothing is
+    assert list(tmp_path.iterdir()) == []  # a run folder is created where nothing exists yet
     first.complete(said("a", "b"))
     with ChatServer() as moved:
         again = Endpoint(moved.url, "m", replies=replies, key="k")
         assert again.complete(said("b", "a", "c")) == ["re: b", "re: a", "re: c"]
         assert [request["messages"][0]["content"] for request in moved.asked] == ["c"]
-        # Whatever decides a reply is part of what it is kept under.
+        # Everything that affects a reply is part of its key.
         again.complete(said("a"), temperature=0.5)
         again.complete(said("a"), max_tokens=7)
         Endpoint(moved.url, "other", replies=replies).complete(said("a"))
@@ -173,7 +173,7 @@ def test_what_is_under_way_when_one_fails_is_kept(
     server.script = [refuse, keep]
     problem = failure(endpoint, *"abcdef")
     assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
-    assert len(server.asked) == 2  # the other four were not begun
+    assert len(server.asked) == 2  # the other four requests were not begun
     assert [record["reply"] for record in stored(replies)] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))
     assert len(server.asked) == 2 + 5
@@ -282,7 +282,7 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
     problem = failure(endpoint, "How many?", usable=str.isdigit)
     assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in problem
     assert [record["reply"] for record in stored(replies)] == ["42"]
-    # Kept by one who could use it, asked for anew by one who cannot.
+    # A reply is used by a caller that can use it, and requested again by one that cannot.
     assert endpoint.complete(said("word")) == ["re: word"]
     server.script = ["7"]
     assert endpoint.complete(said("word"), usable=str.isdigit) == ["7"]
@@ -321,7 +321,7 @@ def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypat
     ],
 )
 def test_a_key_goes_only_where_it_is_allowed(url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the address looks like: what counts is the host that would be connected to."""
+    """Only the host that would be connected to counts, whatever the address looks like."""
     monkeypatch.setenv("CHAT_KEY", "s3cret")
     section, wanted = JudgeSection(url=url, model="m", key_env="CHAT_KEY"), f"CHAT_KEY@{host}"
     for allowed in ([], [f"OTHER@{host}"], [f"{wanted}0"], ["CHAT_KEY@localhost"]):
@@ -346,7 +346,7 @@ def test_an_interrupt_waits_for_no_reply(server: ChatServer) -> None:
         return over.wait(60) and "late"
 
     server.script = [interrupt]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     # Python drops a KeyboardInterrupt that is raised in a finalizer, such as that of an earlier test's connections.
     gc.collect()
     gc.disable()

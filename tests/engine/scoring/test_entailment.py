@@ -1,4 +1,4 @@
-"""Judges of entailment: the stand-in's order, the classifier behind its name, and what is remembered."""
+"""Judges of entailment: the order of the stand-in's scores, the classifier under its name, and the memory of pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def score(premise: str, hypothesis: str) -> float:
 
 
 def test_jupiter() -> None:
-    """SYSTEMS.md's case, and what a note of less worth gets."""
+    """SYSTEMS.md's case, and the scores of less useful notes."""
     notes = ["* Jupiter is the largest planet in the solar system.", "Jupiter is a planet in the solar system"]
     notes += ["Jupiter is a planet", "Jupiter", "Nothing useful was found."]
     scores = [score(note, JUPITER) for note in notes]
@@ -46,7 +46,7 @@ ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland
         ("Jupiter", "", 0.0),
         ("", "", 0.0),
         ("!?", "...", 0.0),
-        ("It is.", "It is", 1.0),  # nothing but grammar: then grammar counts
+        ("It is.", "It is", 1.0),  # only grammar words: then these count
         ("the WHO", "Who?", 1.0),
         ("red, blue; green", "Green red", 1.0),
         ("red", "red green", 0.25),
@@ -55,7 +55,7 @@ ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland
         ("Mars isn’t red", "Mars is red", 0.5),
         ("nobody", "no", 0.0),
         ("Ærø østlich 東京", "東京 ÆRØ", 1.0),
-        # What the question holds already earns nothing.
+        # Words of the question earn nothing.
         ("* What is the highest mountain of Switzerland?", ALPS, 0.0),
         ("The highest mountain of Switzerland is the Eiger", ALPS, 0.0),
         ("The highest mountain of Switzerland is Monte Rosa", ALPS, 1.0),
@@ -71,7 +71,7 @@ def test_overlap(premise: str, hypothesis: str, expected: float) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("snli_1.0_dev.jsonl", 0.70), ("textfooler_mnli_matched.tsv", 0.68)])
 def test_the_stand_in_on_real_pairs(shared_data: Path, name: str, least: float) -> None:
-    """Entailment against the rest: better than always saying no (.660 and .627), far from a classifier's .9."""
+    """Entailment against the rest: better than always no (.660 and .627), far from a classifier's .9."""
     lines = (shared_data / "nli" / name).read_text("utf-8").splitlines()
     if name.endswith(".jsonl"):
         records = [json.loads(line) for line in lines]
@@ -111,7 +111,7 @@ def test_probabilities_are_the_softmax_at_entailment(folder: Path, capsys: pytes
     for _ in range(2):
         assert judge.probabilities(NOTES) == pytest.approx(expected, abs=1e-5)
     said = "entailment by tiny-nli: a premise of more than 70 tokens, with its hypothesis, is cut at its end\n"
-    assert capsys.readouterr().out == said  # once
+    assert capsys.readouterr().out == said  # printed once
     assert judge.probabilities([]) == []
 
 
@@ -122,11 +122,11 @@ def test_labels_given_take_the_place_of_the_folders(folder: Path) -> None:
         ModelJudge(folder, labels=["a", "b", "c"])
 
 
-# what is remembered
+# memory
 
 
 class Counting:
-    """A judge that remembers what it was asked; longer premises are surer."""
+    """A judge that records its pairs; its probability rises with the length of the premise."""
 
     name = "counting"
 
@@ -155,7 +155,7 @@ def test_the_memory_is_bounded_and_forgets_the_longest_unused() -> None:
     for premise in "abacab":
         judge.probabilities([(premise, "x")])
     assert [premise for premise, _ in inner.asked] == ["a", "b", "c", "b"]
-    many = [(f"{number}", "x") for number in range(5)]  # more at once than it can hold
+    many = [(f"{number}", "x") for number in range(5)]  # more at once than the memory holds
     assert judge.probabilities(many) == [0.01] * 5
 
 

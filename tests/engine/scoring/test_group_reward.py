@@ -1,4 +1,4 @@
-"""`System.reward_group`, a reward that sees its whole group: in a step, an evaluation, `score` and a file of a user."""
+"""`System.reward_group`, a reward of a whole group: in a step, an evaluation, `score` and a user's file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from thresher.engine.systems import load_system
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, reward_all
 
-# A reward that no attempt has alone: its rank among the group's lengths, with how many there are.
+# A reward that depends on the group: the rank of an attempt's length, and the size of the group.
 RANKED = """from dataclasses import dataclass
 
 from thresher.engine.episode import System, answer_once
@@ -62,7 +62,7 @@ def test_each_group_is_rewarded_once_and_whole(
         assert system.reward_group is not None
         return system.reward_group(attempts)
 
-    # Groups of unlike sizes, whose samples do not lie together.
+    # Groups of different sizes, whose samples are not adjacent.
     jobs = [Job(tiny_questions[g], g, sample, 10 * g + sample) for sample in range(3) for g in (4, 0, 7)[: 3 - sample]]
     asked, trajectories = [job.question for job in jobs], run.run(jobs, 1.0)
     scored = score(asked, trajectories, replace(system, reward_group=counted), run.tokenizer)
@@ -126,7 +126,7 @@ def test_a_system_has_a_reward(ranked: Path) -> None:
     ranked.write_text(RANKED.replace(f", {CALL}", ""))
     with pytest.raises(UserError, match=r"ranked.py: system\(options\) raised TypeError \(the System ranked has nei"):
         load_system(str(ranked), {})
-    # Beside a reward of single attempts it stands in its place.
+    # It replaces a reward of single attempts that is given too.
     ranked.write_text(RANKED.replace(CALL, f"reward=lambda attempt: 1 / 0, {CALL}"))
     attempts = [RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=()) for text in (b"xx", b"x")]
     system = load_system(str(ranked), {})

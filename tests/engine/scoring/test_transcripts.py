@@ -1,4 +1,4 @@
-"""`thresher score`: anyone's transcripts, scored by a system's own reward, or refused by file and line."""
+"""`thresher score`: transcripts of any origin, scored by a system's own reward, or refused with file and line."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def score_lines(
 
 
 def test_what_is_read_of_the_segments(tmp_path: Path) -> None:
-    """Adjacent pieces of the policy are one text; a passage between them cuts a tag in two."""
+    """Adjacent policy segments are joined; a passage between them splits a tag."""
     split = [segment("policy", "<ans"), segment("policy", "wer>the paris</answer>")]
     records = [
         transcript(RIGHT),
@@ -74,7 +74,7 @@ def test_what_is_read_of_the_segments(tmp_path: Path) -> None:
 
 
 def test_order_and_ids_are_kept_and_golds_are_alternatives(tmp_path: Path) -> None:
-    """A run folder's keys beside the transcript's, and text that is no Unicode, do no harm."""
+    """Additional keys of a run folder, and text that is not Unicode, do no harm."""
     more = {"group": 0, "sample": 1, "reason": "answered", "searches": [], "reward": 1.0, "advantage": 0.5}
     broken = segment("policy", "\ud800<answer>Paris</answer>\udfff")
     records = [
@@ -83,7 +83,7 @@ def test_order_and_ids_are_kept_and_golds_are_alternatives(tmp_path: Path) -> No
         transcript(broken, id=0),
     ]
     scored = score_lines(tmp_path, "search_r1", *records)
-    # A reward that goes by gold answers says nothing where there is none, as in an evaluation.
+    # A reward that needs gold answers is None where there are none, as in an evaluation.
     expected = [("b", 0.0), (7, 1.0), ("é", None), ("a", 1.0), (0, 1.0)]
     assert [(entry["id"], entry["reward"]) for entry in scored] == expected
 
@@ -100,7 +100,7 @@ def test_switches_of_the_system(tmp_path: Path, options: dict[str, Any], expecte
     assert out.read_bytes() == (tmp_path / "out.jsonl").read_bytes()
 
 
-# --- The systems that look at more than the segments
+# --- Systems that need more than the segments
 
 REASON, EXTRACT = "<reason>one two three four</reason>", "<extract>one two</extract>"
 EVIOMNI = transcript(
@@ -114,7 +114,7 @@ def test_eviomnis_three_answers_and_lengths_in_words_or_tokens(tmp_path: Path, t
     (entry,) = score_lines(tmp_path, "eviomni", EVIOMNI)
     parts = entry["parts"]
     assert [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")] == pytest.approx([1, 2 / 3, 0])
-    # 4 words to 2: sigmoid((2 - 1) / .5); 2 of 10: (1 - .2) ** .5, below omega .9.
+    # 4 words against 2: sigmoid((2 - 1) / .5); 2 of 10: (1 - .2) ** .5, below omega .9.
     lengths = [parts["length_rationale"], parts["length_evidence"]]
     assert lengths == pytest.approx([0.8807970779778823, 0.8**0.5])
     assert score_lines(tmp_path, "lear", EVIOMNI) == [entry]
@@ -137,7 +137,7 @@ def test_answers_and_stored_branches_are_one_thing_stored_twice(tmp_path: Path) 
     }
     as_stored = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
     assert score_lines(tmp_path, "eviomni", as_stored) == score_lines(tmp_path, "eviomni", EVIOMNI)
-    # The context of a branch is not the policy's, whatever it holds.
+    # The context of a branch is not the policy's text, whatever it contains.
     faked = as_stored | {
         "branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}
     }
@@ -157,7 +157,7 @@ NOTED = transcript(
 )
 
 
-SILENT = transcript(segment("policy", "<answer>Paris</answer>"))  # without a note, of which nothing is entailed
+SILENT = transcript(segment("policy", "<answer>Paris</answer>"))  # without a note, so that nothing is entailed
 MORE: list[tuple[str, dict[str, Any], dict[str, Any], float, dict[str, Any]]] = [
     # system, options, record; reward, some of its parts
     ("arena", {}, ARENA | {"gold_indices": [3, 1]}, 13, {"relevance": 1, "bonus": 10}),
@@ -183,7 +183,7 @@ def test_what_some_systems_look_at_besides(
 
 
 def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
-    """FS+SR gives .1 to one noted wrong answer in three, the same one whenever it is asked."""
+    """FS+SR gives .1 to one noted wrong answer in three, always to the same one."""
     wrong = [NOTED | {"id": number, "golden_answers": ["Rome"]} for number in range(60)]
     rewards = [entry["reward"] for entry in score_lines(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
     pieces = [TextSegment(Source(s["source"]), s["text"].encode()) for s in NOTED["segments"]]
@@ -192,7 +192,7 @@ def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
 
 
 class Half:
-    """An entailment judge that is never sure."""
+    """An entailment judge that is always uncertain."""
 
     name = "half"
 
@@ -201,7 +201,7 @@ class Half:
 
 
 class Yes:
-    """A chat model that takes every answer for right."""
+    """A chat model that accepts every answer."""
 
     name = "yes"
 
@@ -213,7 +213,7 @@ class Yes:
 def test_what_a_run_stores_has_the_reward_that_it_had_there(
     name: str, tmp_path: Path, tiny_tokenizer: Tokenizer
 ) -> None:
-    """To the bit, by its ids: bytes that are no character, branches and the judges' words included."""
+    """Equal to the bit, from its ids, including bytes that are no character, branches and the judges' results."""
     options = {"variant": "FS+EQR"} if name.startswith("evinote") else {}
     options |= {"accuracy": "judge"} if name == "arena" else {}
     system = load_system(name, options)
@@ -230,11 +230,11 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         "naive_grpo": ["<think>x</think><answer>Paris</answer>"],
     }
     written |= {"lear": written["eviomni"]}
-    worth = {*written, "evinote", "evinote_code", "eval_rar"}  # what is compared there is more than 0
+    worth = {*written, "evinote", "evinote_code", "eval_rar"}  # the rewards compared for these are above 0
     turns = written.get(name, ["<summary>*a* -b-</summary><evaluate>Paris \xff</evaluate><answer>Rome</answer>"])
     trajectory = Trajectory("q", 0, 0, [Segment(Source.PROMPT, tiny_tokenizer.encode("Where?"))], "answered")
     for text in turns:
-        ids = tiny_tokenizer.byte_ids(text.encode("latin-1"))  # a character cut in two is in them
+        ids = tiny_tokenizer.byte_ids(text.encode("latin-1"))  # a character cut in two is among them
         trajectory.segments.append(Segment(Source.POLICY, ids, [-1.0] * len(ids)))
     if len(turns) == 2:
         said = tiny_tokenizer.encode("Paris</answer>")
@@ -248,7 +248,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
     assert scored["answer"] == expected.result.answer and (scored["reward"] > 0 or name not in worth)
 
 
-# What is said of the second line, and lines of which it is said.
+# Messages for the second line, and lines that cause them.
 BAD: dict[str, list[Any]] = {
     "not valid JSON": ["{"],
     "expected a JSON object, found a list": ["[1]"],

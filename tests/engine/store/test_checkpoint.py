@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, and the newest whole one whatever was killed, cut short or mixed up."""
+"""Checkpoints: exact to the bit, and the newest whole one after kills, truncation or mixed-up files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from thresher.policy.weights import write_weights
 
 
 class Tiny(nn.Module):
-    """What a checkpoint asks of a policy, in 14 numbers; `unused` never has a gradient."""
+    """The parts of a policy that a checkpoint needs, with 14 numbers; `unused` never has a gradient."""
 
     def __init__(self, seed: int = 0, width: int = 3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Words:
 
 
 def adamw(policy: Tiny, **settings: Any) -> torch.optim.AdamW:
-    """Two groups, as training makes them, so that the optimizer's order is not the policy's."""
+    """Return AdamW with two groups, as in training, so that the optimizer's order differs from the policy's."""
     groups = [
         {"params": [policy.scale, policy.unused], "weight_decay": 0.0},
         {"params": policy.layer.parameters()},
@@ -121,7 +121,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
     tensors = load_file(path / OPTIMIZER)
     assert sorted(tensors) == sorted(
         f"{name}.{what}"
-        for name in ("layer.weight", "layer.bias", "scale")  # `unused` has no state to keep
+        for name in ("layer.weight", "layer.bias", "scale")  # `unused` has no state to store
         for what in ("exp_avg", "exp_avg_sq", "step")
     )
     assert tensors["scale.step"].item() == 2.0
@@ -290,13 +290,13 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
 def test_prune_spares_the_best_whatever_its_age(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         saved(tmp_path, step)
-    assert prune(tmp_path, 2, spare=1) == [tmp_path / "step_000002"]  # beside the two newest, not in their place
-    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000001"]  # one of the newest itself
+    assert prune(tmp_path, 2, spare=1) == [tmp_path / "step_000002"]  # besides the two newest, not in their place
+    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000001"]  # it is one of the newest itself
     assert names(tmp_path) == ["step_000003", "step_000004"]
 
 
 def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a kill while its files are deleted would leave a folder that looks like a checkpoint."""
+    """Otherwise a kill while its files are deleted would leave a folder that looks like a checkpoint."""
     for step in (1, 2):
         saved(tmp_path, step)
 
@@ -308,7 +308,7 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_000001.tmp", "step_000002"]
-    assert prune(tmp_path, 1) == [] and names(tmp_path) == ["step_000002"]  # the next one clears it away
+    assert prune(tmp_path, 1) == [] and names(tmp_path) == ["step_000002"]  # the next prune deletes it
 
 
 def test_an_interim_checkpoint_is_kept_while_it_is_the_newest(tmp_path: Path) -> None:
@@ -316,19 +316,19 @@ def test_an_interim_checkpoint_is_kept_while_it_is_the_newest(tmp_path: Path) ->
         saved(tmp_path, step)
     policy = Tiny()
     save_checkpoint(tmp_path, 4, policy, adamw(policy), {}, interim=True)
-    assert prune(tmp_path, 2) == [tmp_path / "step_000001"]  # it takes nobody's place
+    assert prune(tmp_path, 2) == [tmp_path / "step_000001"]  # it does not count among the kept ones
     newest = latest_checkpoint(tmp_path)
     assert newest is not None and newest.interim
     saved(tmp_path, 5)
-    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000003", tmp_path / "step_000002"]  # the best stays
+    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000003", tmp_path / "step_000002"]  # the best is kept
     assert prune(tmp_path, 2) == [tmp_path / "step_000004"]
 
 
-# --- Going on from a checkpoint: every bit of it is what was written, or the run says where it could go back to
+# --- Resuming from a checkpoint: all of its bits are as written, or the error names an earlier one
 
 
 class Wide(Tiny):
-    """With adapters, and files of some kilobytes."""
+    """A policy with adapters, and files of some kilobytes."""
 
     def __init__(self) -> None:
         super().__init__(width=40)
@@ -341,7 +341,7 @@ class Wide(Tiny):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Checkpoints of steps 2, 4 and 6, with adapters in a folder of their own."""
+    """Write checkpoints of steps 2, 4 and 6, with adapters in folders of their own; return their folder."""
     policy = Wide()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
     for step in (2, 4, 6):
@@ -389,7 +389,7 @@ def test_every_flipped_bit_of_every_file_is_found_and_the_way_back_is_named(fold
         for bit in [*draw.integers(8 * len(whole), size=15).tolist(), 8 * len(whole) - 9]:
             flip(path, bit)
             try:
-                assert step_of(folder) == 6  # white space in the list of hashes
+                assert step_of(folder) == 6  # the flipped bit is in white space of the list of hashes
                 assert path.name == "hashes.json" and json.loads(whole) == json.loads(path.read_bytes())
             except UserError as error:
                 assert str(error).startswith(f"{path}: ")
@@ -425,11 +425,11 @@ def test_hashes_that_were_written_are_missed_and_others_not(folder: Path) -> Non
     state = json.loads((newest / "state.json").read_text())
     del state["hashes"]
     (newest / "state.json").write_text(json.dumps(state))
-    assert step_of(folder) == 6  # an earlier version's
+    assert step_of(folder) == 6  # from an earlier version
 
 
 def test_headers_alone_do_not_see_a_flipped_bit(folder: Path) -> None:
-    """Why a resume asks for more than `latest_checkpoint`."""
+    """This is why a resume checks more than `latest_checkpoint`."""
     path = folder / "step_000006" / "model.safetensors"
     flip(path, 8 * path.stat().st_size - 9)
     newest = latest_checkpoint(folder)
@@ -512,5 +512,5 @@ def test_killed_in_the_middle_a_whole_checkpoint_is_left(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", KILLER, str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     moments, reached = map(int, done.stdout.split())
-    # The last child ran through, and most of those before it had saved at least once.
+    # The last child ran to the end, and most of those before it had saved at least once.
     assert moments > 100 and reached > 50

@@ -1,4 +1,4 @@
-"""Run folders: never half-made, never mixed up, cut back to a checkpoint's step, one writer at a time."""
+"""Run folders: never half-made, never mixed up, truncated to a checkpoint's step, one writer at a time."""
 
 import math
 import subprocess
@@ -36,7 +36,7 @@ def test_create_makes_a_whole_folder_and_its_parents(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "runs" / "a", RECIPE) as run:
         assert tree(run.path) == [".lock", "checkpoints", "evaluations", "plots", "recipe.toml", "trajectories"]
         assert load_recipe(run.recipe_file) == RECIPE
-        assert tree(tmp_path / "runs")[0] == "a"  # nothing else beside it
+        assert tree(tmp_path / "runs")[0] == "a"  # nothing else next to it
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
@@ -95,7 +95,7 @@ def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, opti
 def test_a_warm_up_keeps_its_length_where_a_run_goes_on_for_longer(tmp_path: Path) -> None:
     recipe = replace(RECIPE, optim=OptimSection(warmup_ratio=0.1))
     RunFolder.create(tmp_path / "run", recipe).close()
-    for more in (1, 2):  # by the recipe that it was begun with, each time
+    for more in (1, 2):  # with the recipe that it began with, each time
         longer = replace(recipe, run=RunSection(steps=recipe.run.steps + more))
         continued = longer.going_on(load_recipe(tmp_path / "run" / "recipe.toml"))
         assert continued.optim.schedule_steps == continued.scheduled_steps() == recipe.run.steps
@@ -103,7 +103,7 @@ def test_a_warm_up_keeps_its_length_where_a_run_goes_on_for_longer(tmp_path: Pat
     same = replace(recipe, run=RunSection(save_every=7))
     assert same.going_on(recipe) is same
 
-    # A schedule that falls to 0 is not cut off, nor stretched.
+    # A schedule that falls to 0 is neither cut off nor stretched.
     falling = OptimSection(schedule="linear")
     assert replace(longer, optim=falling).going_on(replace(recipe, optim=falling)).optim == falling
     message = refusal(lambda: replace(longer, optim=replace(falling, schedule_steps=99)))
@@ -129,7 +129,7 @@ def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> No
     assert "not 0.5 and 1 more)" not in refusal(RunFolder.resume, path, foreign)
     assert " and 2 more)" in refusal(RunFolder.resume, path, foreign)
     assert (path / "recipe.toml").read_bytes() == stored
-    RunFolder.resume(path, RECIPE).close()  # and the refusals have let go of the lock
+    RunFolder.resume(path, RECIPE).close()  # the refusals have also released the lock
 
 
 def test_resume_refuses_what_is_no_run_folder(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_metrics_are_plain_json_lines(tmp_path: Path) -> None:
         (b'{"step": 3, "reward": "\xc3', [1, 2]),
         (b'{"step": 3', [1, 2]),
         (b"3", [1, 2]),
-        (b'{"step": 3}', [1, 2, 3]),  # whole, only its line end is missing
+        (b'{"step": 3}', [1, 2, 3]),  # complete, only the line end is missing
     ],
 )
 def test_a_half_written_last_line_is_dropped(tmp_path: Path, tail: bytes, steps: list[int]) -> None:
@@ -272,7 +272,7 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
             run.write_evaluation(step, [{"step": step}])
             (run.checkpoints / step_name(step)).mkdir()
         (run.checkpoints / "mine").mkdir()
-        for name in (f".{step_name(11)}.tmp", step_name(11)):  # a kill left the first; the second was saved since
+        for name in (f".{step_name(11)}.tmp", step_name(11)):  # a kill left the first; the second was saved later
             (run.checkpoints / name).mkdir(exist_ok=True)
             (run.checkpoints / name / "model.safetensors").touch()
         for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp", "step_000011.safetensors"):
@@ -319,7 +319,7 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
             assert "by --resume --resume-from 2" in message
     with RunFolder.resume(
         tmp_path / "run", RECIPE, unverified=True
-    ) as run:  # as `--resume-from 2` goes on with what is left
+    ) as run:  # as `--resume-from 2` continues with the remaining records
         run.append_start({"step": 2, "metrics": {"records": "2", "sha256": 1}})
         run.append_start({"step": 2, "metrics": 3})
         run.append_start({"step": 2, "metrics": run.metrics_mark()})

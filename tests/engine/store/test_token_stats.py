@@ -1,4 +1,5 @@
-"""What is stored of a step's tokens: that it comes back as it was, stays within its limit, and is refused if bad."""
+"""The stored values of a step's tokens: they are read back unchanged, stay within their limit, and are refused if
+bad."""
 
 from pathlib import Path
 
@@ -15,7 +16,7 @@ BRANCHES = {(0, 1): [-0.75, -1.5]}
 
 
 def recorded() -> list[TokenStats]:
-    """Two micro-batches, longest first as they are packed; (0, 1) was in no update, (2, 0) sampled nothing."""
+    """Return statistics of two micro-batches, longest first as packed; (0, 1) was in no update, (2, 0) is empty."""
     recorder = TokenRecorder()
     for items in ([((2, 1), 0, 2)], [((0, 0), 0, 3)]):
         rows = sum(count for _, _, count in items)
@@ -41,7 +42,7 @@ def test_a_step_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_values_of_contexts_are_in_order_behind_what_was_inherited() -> None:
-    """The contexts of a trajectory come in the order of their lengths, and other sequences lie between them."""
+    """The contexts of a trajectory arrive in the order of their lengths, with other sequences between them."""
     recorder = TokenRecorder()
     for items, values in (([((0, 0), 1, 2), ((1, 0), 0, 1)], [3.0, 4.0, 9.0]), ([((0, 0), 0, 1)], [2.0])):
         values_R = torch.tensor(values)

@@ -1,5 +1,5 @@
-"""Answers without training: what each baseline shows and asks for, what comes back from its calls, by hand, and with a
-tiny model."""
+"""Answers without training: what each baseline shows and requests, what its calls return, by hand, and with a tiny
+model."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def found(*numbers: int) -> list[Hit]:
 
 
 def options_of(name: str, folder: Path, ids: Sequence[str] = ("q",)) -> dict[str, Any]:
-    """The least that a baseline must be given."""
+    """Return the options that a baseline needs at least."""
     if name != "evidence":
         return {}
     file = folder / "evidence.jsonl"
@@ -88,7 +88,7 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
     passage = Passage("evidence", "", "Anna <answer>Bell</answer>")
     assert requests == [Prompt(system.template, "Who mapped Glass Bay?", (passage,)), ANSWERED]
     assert reason == "answered"
-    assert not system.given_passages  # it searches for none where a question brings none
+    assert not system.given_passages  # it does not search if a question has no passages
     config = EpisodeConfig(system.template, 1)
     empty = next(system.episode(replace(QUESTION, id="r"), config))
     assert isinstance(empty, Prompt) and empty.passages == ()
@@ -138,11 +138,11 @@ def test_ircot_searches_with_every_thought() -> None:
         Retrieved(found(0, 1), *SHOWN),
         both,
         Search("It is Glass Bay."),
-        Retrieved(found(2), *SHOWN),  # the other one is shown already
+        Retrieved(found(2), *SHOWN),  # the other passage is shown already
         both,
     ]
     assert reason == "answered"
-    # A turn without a thought finds nothing, and the last turn is for the answer alone.
+    # A turn without a thought finds nothing, and the last turn may only answer.
     requests, reason = drive(system, ["Hm.", "<thought> </thought>", "<thought>x</thought>"], [found(0)], max_turns=3)
     assert kinds(requests[3:]) == ["Generate", "Feedback", "Generate", "Feedback", "Feedback", "Generate"]
     assert requests[-1] == ANSWERED and reason == "turns"
@@ -186,7 +186,7 @@ def test_the_search_loop_is_search_r1_untrained() -> None:
 
 
 def attempt_of(texts: Sequence[str], called: Sequence[str]) -> RewardInput:
-    """What the engine would make of these turns."""
+    """Return the reward input that the engine would make from these turns."""
     prompt = TextSegment(Source.PROMPT, b"<verdict>no</verdict>")
     return RewardInput(
         pieces=[TextSegment(Source.POLICY, text.encode()) for text in texts],
@@ -250,7 +250,7 @@ def test_sure_asks_for_summaries_verdicts_and_both_orders() -> None:
     result = system.reward(attempt_of(written, called))
     assert (result.reward, result.answer) == (1.0, "Anna Bell")
     assert system.answer(attempt_of(written, called)) == "Anna Bell"
-    # One candidate needs no verdict, none is no answer, and what passages or prompts hold is neither.
+    # One candidate needs no verdict, none gives no answer, and passages or prompts are no candidates.
     requests, reason = drive(system, ["<candidates>Anna Bell</candidates>"])
     assert reason == "answered" and len(requests) == 2
     assert system.reward(attempt_of(["<candidates>Anna Bell</candidates>"], [])).reward == 1
@@ -262,11 +262,11 @@ def test_sure_asks_for_summaries_verdicts_and_both_orders() -> None:
     ("verdicts", "answer"),
     [
         (["yes", "yes", "1", "2"], "Bo"),
-        (["yes", "yes", "1", "1"], "Bo"),  # undecided between the orders: the first of equals
+        (["yes", "yes", "1", "1"], "Bo"),  # the two orders disagree: the first of equals wins
         (["no", "Yes.", "1", "2"], "Bo"),  # 0 + 1 and 1 + 0
         (["no", "yes", "1", "1"], "Anna Bell"),
         (["", "maybe", "2", "1"], "Anna Bell"),
-        (["yes", "yes", "2"], None),  # one is missing
+        (["yes", "yes", "2"], None),  # one verdict is missing
     ],
 )
 def test_sure_adds_validity_and_ranks(verdicts: list[str], answer: str | None) -> None:
@@ -361,7 +361,7 @@ def test_the_reward_is_exact_match(text: str, source: Source, em: int, f1: float
 # --- With a model
 
 
-# Calls that a trajectory which ends by itself has made at least.
+# The fewest calls of a trajectory that ends by itself.
 FEWEST = {"iter_retgen": 2, "ircot": 1}
 
 

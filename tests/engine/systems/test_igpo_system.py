@@ -1,4 +1,4 @@
-"""IGPO: what its episode asks for, and how a turn's gain reaches that turn's tokens."""
+"""IGPO: the requests of its episode, and how a turn's gain reaches the tokens of that turn."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_the_gold_is_scored_before_each_turn() -> None:
 def test_gains_reach_the_tokens_of_their_turns(
     script: Callable[..., None], tiny_rollout: Callable[..., Rollout], tiny_tokenizer: Tokenizer
 ) -> None:
-    """Two samples: one searches and answers, one answers at once. Advantages as the formula has them."""
+    """One sample searches and answers, the other answers at once. Advantages are those of the formula."""
     search, right, wrong = "<search>Glass Bay</search>", "<answer>Anna Bell</answer>", "<answer>Bo</answer>"
     script({7: [search, right + EOS], 8: [wrong + EOS]})
     system = load_system("igpo", {})
@@ -50,6 +50,6 @@ def test_gains_reach_the_tokens_of_their_turns(
     grpo = GrpoSection(advantage="turn", baseline="leave_one_out", scale="none")
     tokens = token_advantages(found, [1.0, 0.0], [0.0, 0.0], [{}, {}], grpo, tiny_tokenizer, 0)
     lengths = [[len(turn.ids) for turn in turns(one)] for one in trajectories]
-    # Returns-to-go: gain + 1 and 1; 0. The other's, of a turn that it did not reach, are 0.
+    # Returns-to-go: gain + 1 and 1; 0. The second sample's return of a turn that it did not reach counts as 0.
     wanted = [[1 + gain] * lengths[0][0] + [1.0] * lengths[0][1], [-1 - gain] * lengths[1][0]]
     assert tokens == [pytest.approx(one) for one in wanted]

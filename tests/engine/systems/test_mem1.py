@@ -1,4 +1,4 @@
-"""MEM1, driven by hand: after each search the context is the prompt, the last turn and what it found."""
+"""MEM1, driven by hand: after each search the context is the prompt, the last turn and the search's result."""
 
 from itertools import repeat
 
@@ -41,7 +41,7 @@ def test_a_search_keeps_the_prompt_and_the_last_turn() -> None:
 
 @pytest.mark.parametrize("options", [{"count_turns": False}, {"fold": False, "count_turns": False}])
 def test_switches(options: dict[str, bool]) -> None:
-    """Without folds and numbers of turns it asks for what Search-R1 asks for."""
+    """Without folds and turn numbers it makes the same requests as Search-R1."""
     texts = [FIRST, "nothing", SECOND, FIRST]
     asked = {
         name: drive(load_system(name, given), QUESTION, texts, repeat(HITS), max_turns=4, template="T {question}")

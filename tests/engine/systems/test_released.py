@@ -1,4 +1,4 @@
-"""Protocols of released checkpoints: what ends a turn, what is searched, where the answer stands; and searches that are
+"""Protocols of released checkpoints: what ends a turn, the query, the place of the answer; and searches that are
 answered from a question's own passages."""
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def test_a_search_and_an_answer(name: Any) -> None:
     assert around == PROTOCOLS[name].around and all(text.strip() in system.tags for text in around)
     assert rewarded(system, search, answer) == (1.0, "Anna Bell") and rewarded(system, search) == (0.0, None)
     assert system.needs_index and system.answer(RewardInput(pieces=[], golds=())) is None
-    # Neither a search nor an answer ends it; so does a query that was never opened, or is empty.
+    # A turn with neither search nor answer ends it, and so does a query that is empty or was never opened.
     assert drive(system, ["I do not know."])[1] == "ended"
     opening, closing = PROTOCOLS[name].query
     assert drive(system, [f"bay{closing}"])[1] == "ended" and drive(system, [f'{opening} " {closing}'])[1] == "ended"

@@ -1,4 +1,4 @@
-"""The search loops, driven by hand: what an episode asks for after each kind of turn, and when it ends."""
+"""The search loops, driven by hand: an episode's requests after each kind of turn, and when it ends."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -77,7 +77,7 @@ def test_a_turn_without_an_action_gets_feedback_and_counts(system: System, text:
 
 
 def test_turns_are_counted_whatever_they_hold(system: System) -> None:
-    """Of N turns the last may only answer: a search in it finds nothing, for nobody could read it."""
+    """The last of N turns may only answer: a search in it finds nothing, because no turn could read the result."""
     search = "<search>Glass Bay</search>"
     requests, reason = drive(system, [search, "", search, search], max_turns=4)
     assert kinds(requests)[1:] == [
@@ -123,7 +123,7 @@ def test_search_r1_without_a_last_turn_to_answer() -> None:
 
 
 def test_the_first_block_is_the_action() -> None:
-    """A turn ends at the first closing tag, but the token may go on, and a turn may have opened more than one."""
+    """A turn ends at the first closing tag, but its token may go on, and a turn may have opened several tags."""
     assert Turn(b"<search>a</search><search>b</search>", "</search>").inside("search") == "a"
     assert Turn(b"<search>x <search>a</search>", "</search>").inside("search") == "a"
     assert Turn(b"<search>a</search", None).inside("search") is None
@@ -178,7 +178,7 @@ def test_evinotes_claims_are_about_its_last_note() -> None:
 
 
 def pieces(*texts: str) -> list[TextSegment]:
-    """A prompt with an example, then the policy and passages that hold the answer, in turn."""
+    """Return a prompt with an example, then by turns policy text and passages that hold the answer."""
     sources = [Source.POLICY if number % 2 == 0 else Source.RETRIEVED for number in range(len(texts))]
     written = [TextSegment(source, text.encode()) for source, text in zip(sources, texts, strict=True)]
     return [TextSegment(Source.PROMPT, b"<answer> Anna Bell </answer>"), *written]

@@ -1,4 +1,4 @@
-"""A user's own system: the worked example of docs/systems.md, run as it stands there, and files that are no system."""
+"""A user's own system: the worked example of docs/systems.md, exactly as given there, and files that are no system."""
 
 import json
 import re
@@ -28,7 +28,7 @@ PAGE = DOCS.read_text(encoding="utf-8")
 
 @pytest.fixture
 def quote(tmp_path: Path) -> Path:
-    """The worked example of the page, as a file."""
+    """Write the worked example of the page to a file."""
     _, code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     path = tmp_path / "quote.py"
     path.write_text(code, encoding="utf-8")
@@ -53,7 +53,7 @@ def test_the_worked_example_scores_the_transcript_beside_it(quote: Path, tmp_pat
     assert rated(tmp_path, quote, record, "--set", "bonus=1")["reward"] == 2
     for written, expected in [
         ("<quote>Anna mapped it.</quote><answer>Anna Bell</answer>", 1),  # not word for word
-        ("<quote>It is cold.</quote><answer>Anna Bell</answer>", 1),  # settles nothing
+        ("<quote>It is cold.</quote><answer>Anna Bell</answer>", 1),  # the quote settles nothing
         ("<quote></quote><answer>Anna Bell</answer>", 1),
         ("<quote>Anna Bell mapped it.</quote><answer>Bo</answer>", 0),
         ("<answer>Anna Bell</answer>", 1),
@@ -67,7 +67,7 @@ def test_the_worked_example_scores_the_transcript_beside_it(quote: Path, tmp_pat
 def test_the_worked_example_in_a_rollout(
     quote: Path, monkeypatch: pytest.MonkeyPatch, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
 ) -> None:
-    """A relative path, as a recipe would have it; every trajectory ends, is judged, and shows the given passages."""
+    """The path is relative, as in a recipe; every trajectory ends, is judged, and shows the given passages."""
     monkeypatch.chdir(quote.parent)
     system = load_system("./quote.py", {"bonus": 1})
     questions = [replace(q, passages=(Passage("p", "T", f"It is {q.golds[0]}."),)) for q in tiny_questions[:8]]
@@ -181,7 +181,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
         message = capsys.readouterr().err
         assert message.startswith(f"thresher: {path}: reward(attempt) ") and problem in message
         assert message.count("\n") == 1 and not (tmp_path / "out").exists()
-    # What only what the policy wrote brings to light ends the same way, later.
+    # A fault that appears only with certain policy text gives the same error, later.
     later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
     path.write_text(GOOD + OWN + later + made)
     attempt = RewardInput(pieces=[TextSegment(Source.POLICY, b"x")], golds=("x",))
@@ -246,7 +246,7 @@ def test_a_file_is_read_anew_and_two_of_one_name_are_two(tmp_path: Path) -> None
 
 
 def test_a_file_imports_what_lies_beside_it(quote: Path, tmp_path: Path) -> None:
-    """Two systems whose neighbours have one name do not meet; a neighbour that changes changes the digest."""
+    """Two systems may import neighbours of the same name; a changed neighbour changes the digest."""
     systems, digests = [], []
     for name, bonus in (("a", "1.0"), ("b", "2.0")):
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""The systems that answer in one pass, driven by hand, and what every system owes: tags, template, preset, parts."""
+"""The systems that answer in one pass, driven by hand, and what every system needs: tags, template, preset, parts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def test_eviomni_reasons_extracts_and_answers_in_three_contexts() -> None:
     ],
 )
 def test_answers_that_are_switched_off_are_not_written(off: list[str], left: dict[str, BranchPrompt] | None) -> None:
-    """But for the trajectory's own, which its format and all measures of the answer are read from."""
+    """The trajectory's own answer is an exception: its format and all measures of the answer depend on it."""
     requests, _ = drive(eviomni(**dict.fromkeys(off, False)), [WRITTEN, "<answer>a</answer>"])
     assert [request.branches for request in requests if isinstance(request, SpawnBranches)] == ([left] if left else [])
     assert requests[-1] == ANSWER
@@ -117,7 +117,7 @@ def test_answers_that_are_switched_off_are_not_written(off: list[str], left: dic
     ],
 )
 def test_what_was_not_written_has_no_branch(text: str, names: list[str], reason: str) -> None:
-    """The answer is still asked for where the turn stopped at the tag; where it did not, the policy has finished."""
+    """The answer is still requested if the turn stopped at the tag; otherwise the policy has finished."""
     texts = [text, "<answer>a</answer>"] if reason == "answered" else [text]
     requests, ended = drive(eviomni(), texts)
     forks = [request for request in requests if isinstance(request, SpawnBranches)]
@@ -158,7 +158,7 @@ def test_lear_is_eviomni_under_its_own_name() -> None:
     ],
 )
 def test_what_differs_from_search_r1_in_the_update_alone(name: str, update: dict[str, Any], tmp_path: Path) -> None:
-    """Same requests, prompt and reward, also with the last turn switched off; another [grpo]."""
+    """Requests, prompt and reward are the same, also with the last turn switched off; only [grpo] differs."""
     (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[retrieval]\nindex = "i"\n[system]\nname = "{name}"\n')
     grpo = read_run_recipe(tmp_path / "r.toml", []).grpo
     assert {key: getattr(grpo, key) for key in update} == update
@@ -233,14 +233,14 @@ def test_tags_template_and_preset(name: str, tmp_path: Path) -> None:
     assert system.name == name and system.tags == pair_tags(*tags) and system.given_passages == one_pass
     assert [system.template.count(place) for place in ("{question}", "{passages}")] == [1, one_pass]
     assert all(tag in system.template for tag in system.tags) and not system.wants_verdict
-    if one_pass:  # the sections are asked for in the order in which they are to come
+    if one_pass:  # the prompt names the sections in their expected order
         places = [system.template.index(f"<{tag}>") for tag in tags if tag not in ("question", "references")]
         assert places == sorted(places)
     else:
         assert system.template.rstrip().endswith("{question}"), "the question comes last"
     index = "" if one_pass else '[retrieval]\nindex = "i"\n'
     (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n{index}[system]\nname = "{name}"\n')
-    recipe = read_run_recipe(tmp_path / "r.toml", [])  # so its keys and values are those of a recipe
+    recipe = read_run_recipe(tmp_path / "r.toml", [])  # so its keys and values are valid in a recipe
     grpo, rollout = recipe.grpo, recipe.rollout
     assert recipe.retrieval is not None and grpo.clip_low == grpo.clip_high == 0.2
     found = (recipe.retrieval.k, rollout.group_size, rollout.temperature, grpo.kl_value, grpo.beta, recipe.optim.lr)
@@ -256,13 +256,13 @@ def test_tags_template_and_preset(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_system_explains_its_reward(name: str) -> None:
-    """The contract's parts, and three measures, of whatever was written."""
+    """The result has the contract's parts and three measures, whatever was written."""
     system = load_system(name, {})
     for text in ("", "<answer>Anna Bell</answer>", WRITTEN, "<answer>Bo</answer> </extract> \ufffd<"):
         result = system.reward(attempt_of(text))
         assert PARTS[name] | {"em", "f1", "answered"} <= result.parts.keys()
         assert all(isinstance(value, int | float) for value in result.parts.values())
-        assert result.parts["em"] == ("<answer>Anna Bell" in text and bool(system.tags))  # `reading` has none
+        assert result.parts["em"] == ("<answer>Anna Bell" in text and bool(system.tags))  # `reading` has no tags
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -270,7 +270,7 @@ def test_every_system_explains_its_reward(name: str) -> None:
 def test_every_system_runs_in_a_rollout(
     name: str, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
 ) -> None:
-    """Whatever a policy writes that was never taught this form, the trajectory ends with a reason and has a reward."""
+    """Whatever an untaught policy writes, the trajectory ends with a reason and has a reward."""
     system = load_system(name, {})
     template = "{question}\n{passages}\n" if system.given_passages else "{question}\n"
     run = tiny_rollout(system, template=template)
@@ -300,7 +300,7 @@ def test_eviomnis_three_answers_meet_in_one_reward(
 
 
 def test_the_verdict_is_on_the_answer_that_is_rewarded() -> None:
-    """EviOmni's is the first behind its evidence, not one that was written into the rationale."""
+    """EviOmni's answer is the first one after its evidence, not one in the rationale."""
     text = "<reason><answer>Bo</answer></reason><extract>b</extract><answer>Anna Bell</answer>"
     attempt = attempt_of(text)
     system = load_system("eviomni", {})

@@ -1,4 +1,4 @@
-"""Settings and probes of all tests of training."""
+"""Settings and probes for all tests of training."""
 
 import signal
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def one_thread_and_float64_as_the_truth() -> Iterator[None]:
 
 @pytest.fixture
 def handled() -> Iterator[None]:
-    """Handle signals as the program does, whatever a shell's background job ignores."""
+    """Handle signals as the program does, even if a shell's background job ignores them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with signals.handle_signals():
         yield
@@ -31,7 +31,7 @@ def handled() -> Iterator[None]:
 
 @pytest.fixture
 def checkpointed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every forward of a policy whether its layers are to be computed anew in the backward."""
+    """Record for every forward of a policy whether its layers are recomputed in the backward."""
     calls = []
     hidden = Policy.hidden
 
@@ -45,7 +45,7 @@ def checkpointed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.fixture
 def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """The gradient that the last update would have stepped on, by name; the weights stay as they are."""
+    """Catch the gradient that the last update would have stepped on, by name; the weights do not change."""
     found: dict[str, torch.Tensor] = {}
 
     def catch(weights: MasterWeights, _: float) -> float:

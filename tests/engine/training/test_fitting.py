@@ -1,5 +1,5 @@
-"""Runs that save memory, train adapters or go over a rollout batch several times: the same bits where they must be, and
-an exact resume. A device that is full says what holds how much."""
+"""Runs that save memory, train adapters or pass over a rollout batch several times: equal bits where they must be, and
+exact resumption. A full device reports what holds how much."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A line says so, and the run's recipe says "auto" as before, so that another machine may take it up."""
+    """A line reports it, and the run's recipe keeps "auto", so that another machine may resume the run."""
     run = {**RUN, "steps": 1}
     recipe = make_recipe(rollout=SMALL, run=run, optim={"lr": 1e-4, "micro_batch_tokens": 100_000})
     needed = plan(read_config(recipe.model.path), recipe).total_bytes
@@ -59,7 +59,7 @@ def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
 
 @pytest.mark.slow
 def test_where_things_lie_changes_no_bit(tmp_path: Path, make_recipe: Make, checkpointed: list[bool]) -> None:
-    """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
+    """Masters and reference are in CPU memory, layers are computed twice. A resumed run may change these settings."""
     bf16 = {"dtype": "bfloat16"}
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "plain")
     assert not any(checkpointed)
@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path, make_recipe: Make
 def test_the_cache_is_given_back_before_every_update(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here by a decoder of a GPU's manners, whose memory is free during the update and there again for a rollout."""
+    """The decoder here frees its memory during the update, as on a GPU, and allocates it again for a rollout."""
     happened: list[str] = []
     end, update = Decoder.end, Updater.update
 
@@ -165,9 +165,9 @@ def test_only_a_cpu_keeps_its_cache(tiny_policy: Policy, tiny_tokenizer: Tokeniz
 
 
 def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes of two parts: the same parts in the same order, numbered through for the schedule; what is kept of
-    the tokens is the first pass's. Advantages are given, so that every update moves the weights whatever the policy
-    wrote."""
+    """Two passes of two parts have the same parts in the same order, numbered consecutively for the schedule. The token
+    values that are kept are those of the first pass. Advantages are given, so that every update moves the weights
+    whatever the policy wrote."""
     calls: list[tuple[int, list[TrainSequence]]] = []
     kept: list[bool] = []
     later: list[bool] = []
@@ -194,7 +194,7 @@ def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pyt
     assert [record["lr"] for record in records] == pytest.approx([1e-3 * (1 - 3 / 8), 1e-3 * (1 - 7 / 8)])
     for record in records:
         one, two = record["by_epoch"]
-        # The first part's first update is on policy; by the second pass all have moved.
+        # The first part's first update is on policy; by the second pass all weights have moved.
         assert record["logprob_gap_max"] < 1e-4 < two["logprob_gap"]
         assert one["ratio"] != two["ratio"]
 
@@ -203,7 +203,7 @@ def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pyt
 def test_recomputed_log_probs_and_weights_are_in_the_metrics(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path
 ) -> None:
-    """In float32 rollout and update agree: every weight is 1 up to rounding, and the run is the run without."""
+    """In float32 rollout and update agree: every weight is 1 up to rounding, and the run equals one without weights."""
     grpo = {"old_logprobs": "recomputed", "tis_level": "token"}
     train(make_recipe(grpo=grpo | {"kl_value": "k2", "beta": 0.02}, run={"steps": 2}), tmp_path / "run")
     plain = steps_of(uninterrupted)[0]
@@ -227,7 +227,7 @@ def fail_for_want_of_memory(*_: object, **__: object) -> None:
 def test_a_full_device_names_what_it_holds_and_what_to_lower(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the update of step 2; what was learned before is saved."""
+    """The device is full in the update of step 2; what was learned before is saved."""
     monkeypatch.setattr(update_module, "GIB", 1 << 10)
     update, steps = Updater.update, []
 
@@ -264,17 +264,17 @@ def test_what_is_held_is_counted_once_and_weights_stay_in_place(
         places.append([parameter.data_ptr() for parameter in parameters])
         used, weights = memory_by_use(self.updater, self.rollout), sum(parameter.nbytes for parameter in parameters)
         assert used["weights"] == weights and used["keys and values"] > 0  # the policy is its own master
-        assert used["gradients"] == 0  # between two updates there are none
+        assert used["gradients"] == 0  # there are none between two updates
         parameters[0].grad = torch.zeros_like(parameters[0])
         assert memory_by_use(self.updater, self.rollout) == used | {"gradients": parameters[0].nbytes}
         parameters[0].grad = None
-        if small:  # two layers' room for the reference; many matrices are too small for codes
+        if small:  # room for two layers of the reference; many matrices are too small for codes
             assert used["moments"] < 1.5 * weights and 0 < used["the reference"] < weights
         else:
             assert 2 * weights <= used["moments"] <= 2 * weights + 8 * len(parameters)
             assert used["the reference"] == weights
         device, self.updater.device = self.updater.device, torch.device("meta")
-        assert set(memory_by_use(self.updater, self.rollout).values()) == {0}  # nothing of another device
+        assert set(memory_by_use(self.updater, self.rollout).values()) == {0}  # nothing on another device is counted
         self.updater.device = device
         return done
 

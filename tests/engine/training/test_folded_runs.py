@@ -1,4 +1,4 @@
-"""Runs whose trajectories fold and have a trained branch with a reward of its own: what is trained, stored, shown."""
+"""Runs whose trajectories fold and have a trained branch with its own reward: what is trained, stored and shown."""
 
 import json
 import re
@@ -62,14 +62,14 @@ def test_every_sampled_token_of_all_contexts_is_trained_once(run: Path) -> None:
             folds += [segment["source"] for segment in record["segments"]].count("prompt") - 1
             assert record["trained_branches"] == ["again"] == list(record["branches"])
             assert not len(one.branches)
-            # Ids, positions and log-probs go together: the update computes what was recorded when they were sampled.
+            # Ids, positions and log-probs match: the update computes the log-probs recorded in sampling.
             assert np.abs(one.values["recomputed"] - one.values["sampled"]).max() < 1e-3
         assert step["logprob_gap_max"] < 1e-3
     assert folds > 10
 
 
 def test_a_branch_has_the_advantage_of_its_own_reward(run: Path) -> None:
-    """Among the branches of its name in the group, as rewards of trajectories have theirs; the trunk keeps its own."""
+    """It is relative to the group's branches of that name, as for rewards of trajectories; the trunk keeps its own."""
     records, stats = stats_of(run, 1)
     groups: dict[int, list[tuple[dict[str, Any], np.ndarray]]] = {}
     for record, one in zip(records, stats, strict=True):
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(folding: Callable[..., Recipe], r
 
 
 def test_shared_beginnings_are_computed_once(run: Path, folding: Callable[..., Recipe], tmp_path: Path) -> None:
-    """The contexts of a group begin with the question's prompt; without sharing each is computed whole."""
+    """The contexts of a group begin with the question's prompt; without sharing each is computed completely."""
     needs_invariant_policy(load_policy(folding().model.path))
     train(folding(optim={"share_prefix": False}, run={"steps": 1, "eval_every": None}), tmp_path / "run")
     (whole,), (shared, *_) = steps_of(tmp_path / "run"), steps_of(run)
@@ -152,7 +152,7 @@ return document.querySelectorAll(".sample").map((sample) => {
 
 
 def test_the_pages_script_shows_all_values_of_all_contexts(run: Path, tmp_path: Path) -> None:
-    """Each token's own, in order: those of the later contexts, and of the branch behind them."""
+    """Each token's own value, in order: those of the later contexts, and of the branch after them."""
     page = write_token_view(run, "1", tmp_path / "t.html").read_text(encoding="utf-8")
     records, stats = stats_of(run, 1)
     shown = run_page(page, PAGE, address="#g=0&s=0&c=logprob&f=all")

@@ -1,4 +1,4 @@
-"""Old log-probs by the update's own forward, and the weights of them against the rollout's: by hand, and in the
+"""Old log-probs from the update's own forward, and their importance weights against the rollout's: by hand, and in the
 gradient."""
 
 import math
@@ -36,7 +36,7 @@ def corrected(importance: str, **settings: Any) -> GrpoSection:
 
 
 def figures(*ranks: WeightSums) -> dict[str, float]:
-    """What a record has of the weights of these ranks."""
+    """Return the record's figures on the weights of these ranks."""
     found = [RecomputedLogprobs(tokens=1, gap=0.0, gap_largest=0.0, seconds=0.0, weights=sums) for sums in ranks]
     return {name: value for name, value in recomputed_logprobs_record(found).items() if name.startswith("importance")}
 
@@ -76,7 +76,7 @@ def test_weights_that_nobody_wants_and_weights_without_end() -> None:
 
 
 def sampled(policy: Policy, noise: float) -> list[TrainSequence]:
-    """Random sequences; the rollout's log-probs are the policy's, off by normal noise."""
+    """Return random sequences whose rollout log-probs are the policy's plus normal noise."""
     generator = torch.Generator().manual_seed(0)
     items = []
     for length, advantage in ((9, 1.0), (17, -0.6), (12, 0.3)):
@@ -132,7 +132,7 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
             "sequence": log_w.sum().exp().clamp(max=2.0).expand_as(log_w),
             "none": torch.ones_like(log_w),
         }[grpo.tis_level]
-        # A row's numbers, its old log-prob too, are rounded to float32; but for that ratios are 1, and none is clipped.
+        # A row's values, its old log-prob included, are rounded to float32; otherwise ratios are 1 and not clipped.
         weight, ratio = torch.tensor(item.weight).double(), (own - own.detach().float()).exp()
         loss = loss - weight * ((w * item.advantage).float() * ratio).sum()
         ratios += float(ratio.detach().sum())
@@ -140,7 +140,7 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
     assert found.gap_largest == max(gaps) > 0.3
     expected = torch.autograd.grad(loss, list(policy.parameters()))
     stats = updater.update(renewed, 0, 0.8)
-    # Ten thousand roundings of float64, of some thousand products and sums a row.
+    # Ten thousand roundings of float64, for some thousand products and sums per row.
     assert stats is not None and stats.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)
     assert stats.sums["ratio"] == pytest.approx(ratios, rel=1e-12) and stats.sums["clipped"] == 0
     for gradient, wanted in zip(gradients.values(), expected, strict=True):
@@ -149,10 +149,11 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_micro_batches_add_up_to_the_same_gradient(gradients: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Weights are global, so how sequences are cut changes roundings alone: from the gradient of the same weights in
-    float64 no cut is further off than four times what one micro-batch is, and four roundings.
+    """Weights are global, so the cut into micro-batches changes only roundings. Compared with the float64 gradient of
+    the same weights, no cut is further off than four times the error of one micro-batch, plus four roundings.
 
-    Random weights, of which no row has most of the gradient, and no clipping, whose bounds a rounding may cross.
+    The weights are random, so that no row has most of the gradient; nothing is clipped, because a rounding may cross a
+    clip's bound.
     """
     master = init_policy(make_config(vocab_size=40), 0)
     items, grpo = sampled(master, 0.1), GrpoSection(beta=0.0, clip_low=0.99, clip_high=50.0)

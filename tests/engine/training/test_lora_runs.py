@@ -32,7 +32,7 @@ TARGETS = ("q", "v", "up", "down")
 
 @torch.no_grad()
 def adapted(policy: Policy, rank: int = 3, spread: float = 0.2, **settings: Any) -> Policy:
-    """The policy with adapters whose B is normal with deviation `spread`."""
+    """Return the policy with adapters whose B is normal with deviation `spread`."""
     add_lora(policy, rank=rank, alpha=2.0 * rank, **settings)
     generator = torch.Generator().manual_seed(rank)
     for _, adapter in adapters(policy):
@@ -42,7 +42,7 @@ def adapted(policy: Policy, rank: int = 3, spread: float = 0.2, **settings: Any)
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Of each call of the loss: the reference's log-probs, if the head is trained, and the buffer of its gradient."""
+    """Record per call of the loss: the reference's log-probs, whether the head is trained, its gradient buffer."""
     calls: list[tuple[Any, ...]] = []
     wanted = update_module.grpo_loss
 
@@ -57,7 +57,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_the_gradient_is_that_of_a_dense_computation(
     make_tiny_policy: Callable[..., Policy], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """With autograd on merged float64 weights W + s B A, of gradient G: dB = s G A^T, dA = s B^T G."""
+    """The reference is autograd on merged float64 weights W + s B A, with gradient G: dB = s G A^T, dA = s B^T G."""
     base = make_tiny_policy().double()
     policy = adapted(deepcopy(base))
     dense = deepcopy(base).requires_grad_(True)
@@ -79,14 +79,14 @@ def test_the_gradient_is_that_of_a_dense_computation(
             (adapter.b_OR, 2 * slope_OI @ adapter.a_RI.detach().T),
             (adapter.a_RI, 2 * adapter.b_OR.detach().T @ slope_OI),
         ):
-            # Ten thousand roundings of float64, of some thousand products and sums a row.
+            # Ten thousand roundings of float64, for some thousand products and sums per row.
             assert (gradients[name_of[id(parameter)]] - expected).norm() <= 1e-12 * expected.norm(), name
 
 
 def test_with_its_adapters_off_the_policy_is_its_own_reference_bit_for_bit(
     make_tiny_policy: Callable[..., Policy], losses: list[tuple[Any, ...]]
 ) -> None:
-    """At step 0 and after steps, beside a run whose reference is a model of its own."""
+    """Checked at step 0 and after steps, against a run whose reference is a separate model."""
     base = make_tiny_policy()
     before = deepcopy(base.state_dict())
     grpo = GrpoSection(beta=0.3, kl_value="k2")
@@ -100,7 +100,7 @@ def test_with_its_adapters_off_the_policy_is_its_own_reference_bit_for_bit(
     assert len(losses) == 8 and all(torch.equal(one[0], two[0]) for one, two in zip(losses, losses[4:], strict=False))
     for (name, one), (_, two) in zip(own.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(one, two), name
-        assert one.grad is None  # the frozen head's included, which the loss would make if it were asked to
+        assert one.grad is None  # including the frozen head's, which the loss would make on request
     assert all(torch.equal(own.state_dict()[name], value) for name, value in before.items())
     for trajectory in trajectories:
         with own.adapters_off():
@@ -137,7 +137,7 @@ def test_samples_with_adapters_are_batch_invariant(
     tiny_rollout: Callable[..., Any],
     tiny_questions: list[Question],
 ) -> None:
-    """Rank 3 on three threads is where an unpadded product is not batch-invariant."""
+    """Rank 3 on three threads is a case where an unpadded product is not batch-invariant."""
     taught = make_tiny_policy()
     policy = taught if width == 32 else init_policy(taught.config.replace(hidden_size=width), 0)
     adapted(policy, rank=rank, spread=0.05)
@@ -149,7 +149,7 @@ def test_samples_with_adapters_are_batch_invariant(
         single = tiny_rollout(policy=policy, max_num_seqs=1)
         for job, together in list(zip(jobs, batch, strict=True))[::3]:
             assert record(single.run([job], 1.0)[0]) == record(together)
-    assert_logprobs_match(single, batch, 1.0)  # what was recorded is what the update will compute
+    assert_logprobs_match(single, batch, 1.0)  # the update will compute the recorded log-probs
 
 
 # --- Whole runs

@@ -1,5 +1,5 @@
-"""Objectives of a recipe: what a name presets, and that an update's gradient is the named one's, with prefixes shared
-and not, in float64, and what a recorder keeps of it; a function of one's own, and the guard; overlong shaping."""
+"""Objectives of a recipe: the presets of a name; an update's gradient is that of the objective, with and without shared
+prefixes, in float64, and so is a recorder's; a user's function, the guard, overlong shaping."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def policy_of(seed: int = 0) -> Policy:
 def expected(
     policy: Policy, trajectories: list[Trajectory], surrogate: str, weights: list[float]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Autograd's gradient by the weights and, of each trajectory, by its tokens' own logits."""
+    """Return autograd's gradient by the weights and, for each trajectory, by its tokens' own logits."""
     loss, logits_RV, targets_R1 = torch.zeros((), dtype=torch.float64), [], []
     for trajectory, advantage, weight in zip(trajectories, ADVANTAGES, weights, strict=True):
         logits_RV.append(logits(policy, trajectory))
@@ -120,7 +120,7 @@ def test_an_objective_presets_keys_between_the_systems_and_ones_own() -> None:
 
 
 def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
-    """A trajectory's turns, each a run of sampled tokens, are held one by one."""
+    """The turns of a trajectory, each a run of sampled tokens, are guarded one by one."""
     policy = policy_of()
     trajectories = spoken(policy, 3, 0.5)
     update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0.0), share_prefix=False)
@@ -138,11 +138,11 @@ def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
             if advantage >= 0 and float(fallen.detach().sum()) > 0:
                 weight = torch.tensor(1 / (3 * len(own)), dtype=torch.float32).item()
                 penalty, held = penalty + 0.7 * weight * fallen.clamp(min=0).sum(), held + 1
-    assert held == 1  # of the two turns that were right
+    assert held == 1  # of the two turns with a right answer
     wanted = torch.autograd.grad(penalty, list(policy.parameters()))
     for gradient, before, exact in zip(found(policy, gradients), without, wanted, strict=True):
         assert float((gradient - before - exact).norm()) <= 1e-12 * float(gradient.norm())
-    for guard in ("llds", "llds_positive"):  # what one of advantage 0 is held by is the first's difference
+    for guard in ("llds", "llds_positive"):  # only the first holds trajectories of advantage 0
         none = [0.0] * len(ADVANTAGES)
         update(policy, None, trajectories, none, GrpoSection(beta=0.0, guard=guard))
         assert any(gradient.any() for gradient in found(policy, gradients)) == (guard == "llds")
@@ -155,7 +155,7 @@ GUARDED: dict[str, dict[str, dict[str, Any]]] = {
         "grpo": {"updates_per_batch": 1},
         "rollout": {"partial": True, "groups_in_flight": 6, "max_num_seqs": 6, "max_staleness": 2},
     },
-    # A weight that is moved by 1e-30 is the same number, so what is guarded differs by how it is packed, if at all.
+    # A weight that is moved by 1e-30 stays the same number, so guarded values differ at most by how they are packed.
     "recomputed, and taken for moved": {
         "grpo": {"old_logprobs": "recomputed"},
         "optim": {"lr": 1e-30, "weight_decay": 0.1, "micro_batch_tokens": 10_000},
@@ -166,7 +166,7 @@ GUARDED: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", GUARDED)
 def test_the_guard_takes_no_rounding_for_a_fall(make_recipe: Make, tmp_path: Path, case: str) -> None:
-    """Its gradient is the only one, so no weight ever moves."""
+    """The guard's gradient is the only one, so no weight ever moves."""
     (tmp_path / "zero.py").write_text("def zero(logprobs, *others):\n    return 0 * logprobs\n")
     grpo = {"objective": f"{tmp_path / 'zero.py'}:zero", "guard": "llds", "beta": 0.0, "updates_per_batch": 2}
     tables: dict[str, dict[str, Any]] = {"grpo": grpo, "optim": {"lr": 1e-3}, "run": {"steps": 3, "eval_every": None}}
@@ -191,7 +191,7 @@ def test_the_last_step_that_moved_the_weights_is_told_from_the_records() -> None
 
 
 def test_a_guarded_run_that_was_killed_goes_on_to_the_same_bits(make_recipe: Make, tmp_path: Path) -> None:
-    """Whether the weights have moved is told from the records."""
+    """The records tell whether the weights have moved."""
     recipe = make_recipe(grpo={"guard": "llds", "updates_per_batch": 2}, run={"steps": 3, "save_every": 1})
     train(recipe, tmp_path / "whole")
     train_killed(recipe, tmp_path / "killed", 2)
@@ -200,7 +200,7 @@ def test_a_guarded_run_that_was_killed_goes_on_to_the_same_bits(make_recipe: Mak
 
 
 def test_the_guard_holds_what_earlier_weights_drew(gradients: dict[str, torch.Tensor]) -> None:
-    """In the first update of a batch, of which one trajectory is stale."""
+    """This holds in the first update of a batch with one stale trajectory."""
     policy, grpo = policy_of(), GrpoSection(beta=0.0, guard="llds")
     sequences = build_train_sequences(spoken(policy, 3, 0.5), [0.0] * 3, grpo)
     kept = []
@@ -244,7 +244,7 @@ def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Ten
     ("turns", "most", "expected"), [(1, 2048, [1, 0.5, 0]), (2, 18, [1, 1, 0.6]), (9, 99, [1, 1, 1])]
 )
 def test_overlong_shaping_begins_below_what_all_turns_may_have(turns: int, most: int, expected: list[float]) -> None:
-    """Samples of 2, 7 and 12 tokens; a turn may have 12, and the buffer is of 10."""
+    """Samples of 2, 7 and 12 tokens; a turn may have 12, and the buffer has 10."""
     rollout = RolloutSection(max_turns=turns, max_turn_tokens=12, max_policy_tokens=most)
     context = SimpleNamespace(recipe=SimpleNamespace(grpo=GrpoSection(overlong_tokens=10), rollout=rollout))
     scored = [
@@ -255,7 +255,7 @@ def test_overlong_shaping_begins_below_what_all_turns_may_have(turns: int, most:
 
 
 def test_overlong_shaping_is_trls() -> None:
-    """TRL 1.16's get_soft_overlong_punishment(100, 20) of these lengths."""
+    """Expected values: TRL 1.16's get_soft_overlong_punishment(100, 20) for these lengths."""
     lengths = [10, 60, 79, 80, 81, 90, 99, 100, 101, 130]
     wanted = [0.0, 0.0, 0.0, 0.0, 0.05, 0.5, 0.95, 1.0, 1.0, 1.0]
     assert [overlong_penalty(length, 100, 20) for length in lengths] == pytest.approx(wanted)

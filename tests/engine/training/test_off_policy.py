@@ -1,15 +1,15 @@
-"""Which objective the weights and ratios of stale tokens optimise, by enumeration in float64.
+"""The objective that the weights and ratios of stale tokens optimise, by enumeration in float64.
 
-A policy is a table of logits over three tokens at each state, a state the tokens so far; token 0 or the third token
-ends a sequence. So all 15 sequences are known, and an expectation over them is a sum. Token t of a sequence is drawn by
-version drawn_by[t] of the policy, b(y) = prod_t b_t(y_t | y_<t), and version 2 is trained. Weights are the product's
-(engine/training/importance.py), log-probs and gradients of the table those of its kernels, whose head is the table and
-whose hidden states are unit vectors. The truth is written out again below, state by state.
+A policy is a table of logits over three tokens for each state, where a state is the tokens so far; token 0 or the third
+token ends a sequence. So all 15 sequences are known, and an expectation over them is a sum. Token t of a sequence is
+drawn by version drawn_by[t] of the policy, b(y) = prod_t b_t(y_t | y_<t), and version 2 is trained. Weights are those
+of the product (engine/training/importance.py); log-probs and gradients of the table are those of its kernels, with the
+table as head and unit vectors as hidden states. The truth is computed separately below, state by state.
 
 Errors, in units u = 2^-53: a log-prob, of 9 nats at most, is off by 16 u, the roundings of the log-sum-exp and of the
 difference. A sequence's weight is the exponential of six of them and their sum, off by 120 u of itself; a probability
-of the behaviour, of three, by 90 u. A term of a gradient has ten roundings more, and a sum of 41 rows adds 41 u of its
-terms' absolute values. The truth is no better, so a limit is twice as much, 512 u.
+of the behaviour, of three, by 90 u. A term of a gradient has ten more roundings, and a sum of 41 rows adds 41 u of its
+terms' absolute values. The truth is no more exact, so the limit is twice as much, 512 u.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,13 +44,13 @@ def all_sequences(prefix: Ids = ()) -> Iterator[Ids]:
 
 SEQUENCES = list(all_sequences())
 STATES = list(dict.fromkeys(y[:t] for y in SEQUENCES for t in range(len(y))))
-# The token that is best depends on those before it, so that states and continuations matter.
+# The best token depends on those before it, so that states and continuations matter.
 REWARDS = {y: ((3 * y[0] + 5 * y[-1] + 2 * len(y)) % 7) / 4 for y in SEQUENCES}
 
 
 def make_versions() -> list[Tensor]:
-    """Three versions of the table, [V, S], each a step from the one before it. The scenario is the same for every seed
-    of torch's generators: clips and bounds bind in it."""
+    """Return three versions of the table, [V, S], each a step from the one before. The scenario is the same for every
+    seed of torch's generators: clips and bounds bind in it."""
     normal = Random(8).gauss
     first, *steps = (
         torch.tensor([[normal() for _ in STATES] for _ in range(V)], dtype=torch.float64) for _ in range(3)
@@ -71,11 +71,11 @@ def probability(drawn_by: Ids, y: Ids, begin: int = 0) -> float:
     return float(torch.tensor(log, dtype=torch.float64).exp())
 
 
-# --- What the product does
+# --- The product's computation
 
 
 class Rows(NamedTuple):
-    """Every token of every sequence. recorded: by the version that drew it; own: by the current one."""
+    """Every token of every sequence. recorded: log-probs by the version that drew it; own: by the current version."""
 
     hidden_TS: Tensor
     targets_T: Tensor
@@ -135,7 +135,7 @@ def expected_step(
 
 
 def corrected_step(drawn_by: Ids, grpo: GrpoSection, baseline: float = 0.0) -> Tensor:
-    """Return the expected step of a first update with recomputed old log-probs. At it no ratio is clipped."""
+    """Return the expected step of a first update with recomputed old log-probs, in which no ratio is clipped."""
     rows = rollout(drawn_by)
     weighted_T = tokens(weights_of(rows.own, rows.recorded, grpo)) * advantages(baseline)
     step, result = expected_step(drawn_by, rows, rows.own, weighted_T, VERSIONS[CURRENT])
@@ -143,7 +143,7 @@ def corrected_step(drawn_by: Ids, grpo: GrpoSection, baseline: float = 0.0) -> T
     return step
 
 
-# --- The truth, written out again
+# --- The truth, computed separately
 
 
 def gradient(value: Callable[[Tensor], Tensor]) -> Tensor:
@@ -165,7 +165,7 @@ TRUTH = sequence_sum(lambda y: REWARDS[y])
 
 
 def action_value(drawn_by: Ids, taken: Ids) -> float:
-    """Return Q(s, a): the reward to expect of the tokens `taken` where the behaviour goes on."""
+    """Return Q(s, a): the expected reward after the tokens `taken`, if the behaviour continues."""
     behind = [y for y in SEQUENCES if y[: len(taken)] == taken]
     return sum(probability(drawn_by, y, len(taken)) * REWARDS[y] for y in behind)
 
@@ -173,8 +173,8 @@ def action_value(drawn_by: Ids, taken: Ids) -> float:
 def token_sum(
     drawn_by: Ids, coefficient: Callable[[float], float] = lambda ratio: 1.0, baseline: float = 0.0
 ) -> Tensor:
-    """Return the gradient of sum_s d(s) sum_a coefficient(w) pi(a|s) (Q(s, a) - baseline): states and continuations of
-    the behaviour, each token of the policy. coefficient: of the weight w = pi(a|s) / b(a|s)."""
+    """Return the gradient of sum_s d(s) sum_a coefficient(w) pi(a|s) (Q(s, a) - baseline). States and continuations are
+    the behaviour's, each token is the policy's. coefficient: of the weight w = pi(a|s) / b(a|s)."""
 
     def value(table_VS: Tensor) -> Tensor:
         terms = []
@@ -190,8 +190,8 @@ def token_sum(
 
 
 def limit(drawn_by: Ids, baseline: float = 0.0) -> float:
-    """Return what rounding may change of an entry of an expected step: UNITS of all its terms' absolute values, each at
-    most b(y) w |A|, of which w is the larger of a sequence's and a token's."""
+    """Return the largest rounding error of an entry of an expected step. It is UNITS times all its terms' absolute
+    values, each at most b(y) w |A|, where w is the larger of a sequence's and a token's."""
     rows, total = rollout(drawn_by), 0.0
     levels = [weights_of(rows.own, rows.recorded, corrected(name, **UNBOUNDED)) for name in ("token", "sequence")]
     for y, of_tokens, of_sequence in zip(SEQUENCES, *levels, strict=True):
@@ -205,7 +205,7 @@ def assert_equal(found: Tensor, expected: Tensor, most: float) -> None:
 
 
 def assert_differs(found: Tensor, expected: Tensor) -> None:
-    """A bias is a share of the gradient, beside which rounding is nothing."""
+    """A bias is a share of the gradient, far larger than rounding."""
     assert float((found - expected).norm()) > 0.01 * float(expected.norm())
 
 
@@ -215,7 +215,7 @@ def assert_differs(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
 @pytest.mark.parametrize("drawn_by", MIXED)
 def test_sequence_weights_give_the_policy_gradient(drawn_by: Ids, baseline: float) -> None:
-    """Unbounded, whatever mixture of versions drew a sequence; without them it is that of E_b[A log pi(y)]."""
+    """Unbounded weights do so for any mixture of versions; without them the gradient is that of E_b[A log pi(y)]."""
     step = corrected_step(drawn_by, corrected("sequence", **UNBOUNDED), baseline)
     assert_equal(step, TRUTH, limit(drawn_by, baseline))
     rows = rollout(drawn_by)
@@ -229,8 +229,8 @@ def test_sequence_weights_give_the_policy_gradient(drawn_by: Ids, baseline: floa
 @pytest.mark.parametrize("drawn_by", [(0, 2, 2), (0, 0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("version", [0, 2])
 def test_one_version_for_a_mixed_sequence_is_wrong(drawn_by: Ids, version: int) -> None:
-    """Weights taken against the log-probs of one version for all tokens, the first's or the last's, give the gradient
-    of E_b[pi(y)/b'(y) A] at pi: off by what enumeration says."""
+    """Weights against the log-probs of one version for all tokens are biased, whether the first or the last version.
+    They give the gradient of E_b[pi(y)/b'(y) A] at pi: the bias is that of the enumeration."""
     rows = rollout(drawn_by)
     weights = weights_of(rows.own, product_logprobs(version), corrected("sequence", **UNBOUNDED))
     step, _ = expected_step(drawn_by, rows, rows.own, tokens(weights) * advantages(0.0), VERSIONS[CURRENT])
@@ -253,8 +253,8 @@ def test_token_weights_take_states_and_continuations_from_the_behaviour(drawn_by
 
 
 def test_token_weights_are_exact_for_one_token_alone() -> None:
-    """A stale first token leaves what follows on policy: its own gradient, that of the first state, is exact. A stale
-    last token leaves the states on policy: the gradient of the last states is."""
+    """A stale first token leaves the rest on policy: its own gradient, that of the first state, is exact. A stale last
+    token leaves the states on policy: the gradient of the last states is exact."""
     first, last = STATES.index(()), [n for n, state in enumerate(STATES) if len(state) == LONGEST - 1]
     step = corrected_step((0, 2, 2), corrected("token", **UNBOUNDED))
     assert_equal(step[:, first], TRUTH[:, first], limit((0, 2, 2)))
@@ -273,7 +273,7 @@ def test_the_rollouts_ratio_is_the_token_weight_until_a_clip_binds(drawn_by: Ids
     step, result = expected_step(drawn_by, rows, rows.recorded, advantages(0.7), VERSIONS[CURRENT], **NO_CLIP)
     assert not result.clipped.any()
     assert_equal(step, corrected_step(drawn_by, corrected("token", **UNBOUNDED), 0.7), limit(drawn_by, 0.7))
-    # What the clip takes away are the terms of the tokens that it binds, and nothing else.
+    # The clip removes the terms of the tokens that it binds, and nothing else.
     bounded, result = expected_step(drawn_by, rows, rows.recorded, advantages(0.7), VERSIONS[CURRENT])
     ratios_T, A_T = tokens(rows.own).sub(tokens(rows.recorded)).exp(), advantages(0.7)
     binds_T = ((A_T > 0) & (ratios_T > 1.2)) | ((A_T < 0) & (ratios_T < 0.8))
@@ -312,8 +312,8 @@ BOUNDS: dict[str, Callable[[float], float]] = {
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("drawn_by", [(0, 1, 2), (1, 1, 1)])
 def test_bounded_weights_and_their_bias(drawn_by: Ids, level: str, rule: str, baseline: float) -> None:
-    """A term keeps the share bounded(w) / w. So a baseline is no longer free: the shares differ between the tokens
-    that it is subtracted at."""
+    """A term keeps the share bounded(w) / w. A baseline then matters, because the shares differ between the tokens from
+    which it is subtracted."""
     rows, bound = rollout(drawn_by), BOUNDS[rule]
     grpo = corrected(level, tis_cap=CAP, tis_rule=rule)
     raw = weights_of(rows.own, rows.recorded, corrected(level, **UNBOUNDED))

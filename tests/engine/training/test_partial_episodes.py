@@ -1,5 +1,5 @@
 """Runs with rollout.partial whose episodes wait for others at the end of a step, call, score, fold and branch; models
-with adapters or states; several updates a step. Each goes on from a kill to the same bits."""
+with adapters or states; several updates per step. Each resumes after a kill with the same bits."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def system(options):
 
 
 def assert_goes_on(recipe: Recipe, folder: Path, after: int = 2) -> Path:
-    """Check that a run which is killed behind a step goes on to the bits of one that is not; return the latter."""
+    """Check that a run killed after a step resumes to the bits of an uninterrupted one; return the latter."""
     train(recipe, folder / "whole")
     train_killed(recipe, folder / "killed", after)
     train(recipe, folder / "killed", resume=True)
@@ -62,7 +62,7 @@ def assert_goes_on(recipe: Recipe, folder: Path, after: int = 2) -> Path:
 
 
 def changed_within_a_turn(run: Path) -> int:
-    """Return how many turns several versions drew."""
+    """Return the number of turns that several versions drew."""
     return sum(len(versions) > 1 for step in steps_of(run) for versions in versions_of(run, step["step"]))
 
 

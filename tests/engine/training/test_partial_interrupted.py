@@ -1,5 +1,5 @@
-"""Partial rollouts that end while searches or tools are under way, by a signal, or in an update without memory; and
-what a run that goes on may not change."""
+"""Partial rollouts that end while searches or tools are running, by a signal, or in an update without memory; and the
+settings that a resumed run may not change."""
 
 import time
 from pathlib import Path
@@ -23,11 +23,11 @@ from thresher.engine.training.train import train
 from thresher.engine.training.update import Updater
 from thresher.retrieval.retriever import Hit, Retriever
 
-SLOW = 0.2  # seconds of a search or call, in which a tiny model draws hundreds of tokens
+SLOW = 0.2  # duration of a search or call in seconds, in which a tiny model draws hundreds of tokens
 
 
 class Waits:
-    """What was under way when a step had its groups: whether a search, how many calls of tools."""
+    """Record what was running when a step had its groups: whether a search, and how many calls of tools."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.searches, self.calls, self.over = list[bool](), list[int](), False
@@ -130,7 +130,7 @@ def test_a_signal_in_a_rollout_keeps_the_groups_behind_the_last_learned_step(
     step, steps = Decoder.step, [0]
 
     def signalling(self: Decoder) -> Any:
-        steps[0] += self.clock.tokens_recomputed > 0  # of a rollout that goes on with groups of an earlier one
+        steps[0] += self.clock.tokens_recomputed > 0  # in a rollout that continues groups of an earlier one
         if steps[0] == 20:
             signals.signal.raise_signal(signals.signal.SIGINT)
         return step(self)
@@ -151,7 +151,7 @@ def test_a_signal_in_a_rollout_keeps_the_groups_behind_the_last_learned_step(
 def test_an_update_without_memory_leaves_the_groups_of_its_step(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are sampled again from where they were behind the last learned step."""
+    """The groups are sampled again from their state after the last learned step."""
     recipe = make_recipe(**also(run={"save_every": 99}))
     train(recipe, tmp_path / "whole")
     update = Updater.update

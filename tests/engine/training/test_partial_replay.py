@@ -1,4 +1,4 @@
-"""`train --replay`: a run whose tools answered when they liked is repeated to the bit."""
+"""`train --replay`: a run whose tools answered at arbitrary times is repeated to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.training.train import train
 
-# What the tool returns, and when, is another thing each time.
+# The tool's result, and its delay, differ each time.
 NUMBER = "number = next(COUNT)\n"
 SLOW = LOOKING.replace(NUMBER, NUMBER + "    import random, time\n    time.sleep(random.uniform(0, 0.05))\n")
 
@@ -29,7 +29,7 @@ def slow(make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def of_the_run(folder: str) -> dict[str, Any]:
-    """All that a run wrote but its recipe, which names the run that it repeats."""
+    """Return all that a run wrote, except its recipe, which names the run that it repeats."""
     found = what_happened(Path(folder))
     return {name: value for name, value in found.items() if name != "recipe" and "unfinished" not in name}
 
@@ -54,7 +54,7 @@ def test_a_run_is_repeated_whenever_its_tools_had_answered(slow: Recipe) -> None
         "tool_calls",
         "tool_errors",
         "tokens_spent",
-    }  # others drew, too
+    }  # other samples drew, too
     for name in ("again", "killed"):
         assert versions(name) == versions("run")
         first, second = of_the_run("run"), of_the_run(name)

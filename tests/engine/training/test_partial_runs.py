@@ -1,4 +1,4 @@
-"""Runs with rollout.partial: what enters which step, by which weights each token was drawn, and that it repeats."""
+"""Runs with rollout.partial: the groups of each step, the weights that drew each token, and exact repetition."""
 
 import random
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def partial_run(make_recipe: Make, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def gaps_of(run: Path, step: int) -> list[np.ndarray]:
-    """Return how far the update's log-prob of each sampled token is from the recorded one, for each trajectory."""
+    """Return, for each trajectory, the distance between update and recorded log-prob of each sampled token."""
     stats = read_token_stats(run / f"trajectories/step_{step:06d}.safetensors", *policy_counts(sampled(run, step)))
     assert stats is not None
     return [np.abs(one.values["recomputed"] - one.values["sampled"]) for one in stats]
@@ -56,7 +56,7 @@ def test_groups_enter_in_the_order_of_their_numbers_and_every_token_tells_its_we
                 assert versions == sorted(set(versions)) and step - 3 <= versions[0] <= versions[-1] <= step - 1
                 stale += sum(count for version, count in turn["versions"] if version < step - 1)
     assert stale > 100
-    # The first step's groups begin under the first weights, and nothing that others do changes a sample.
+    # The first step's groups begin under the first weights, and other groups change no sample.
     first = [(one["segments"], one["advantage"]) for one in sampled(tmp_path / "whole", 1)]
     ours = [(without_versions(one["segments"]), one["advantage"]) for one in sampled(partial_run, 1)]
     assert ours == first
@@ -84,8 +84,8 @@ def test_what_is_counted(make_recipe: Make, partial_run: Path) -> None:
 
 
 def test_the_update_computes_what_was_recorded_where_the_weights_are_the_same(partial_run: Path) -> None:
-    """A token of the newest weights has its own log-prob in the update; a stale one was drawn by others, behind keys
-    and values of others."""
+    """A token of the newest weights has its own log-prob in the update. A stale one was drawn by other weights, with
+    keys and values of others."""
     apart = 0.0
     for step in range(1, STEPS + 1):
         for record, gap in zip(sampled(partial_run, step), gaps_of(partial_run, step), strict=True):
@@ -152,7 +152,7 @@ def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, c
     train(recipe, tmp_path / "killed", resume=True)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     assert any(record["staleness_mean"] > 0 for record in steps_of(tmp_path / "whole"))
-    if case == "stale":  # nothing is prefilled again, but behind a checkpoint or an evaluation
+    if case == "stale":  # tokens are prefilled again only after a checkpoint or an evaluation
         again = [record["tokens_recomputed"] for record in steps_of(tmp_path / "whole")]
         assert again[1] == again[5] == 0 and again[2] > 0 and again[3] > 0
     if case == "preempted":
@@ -163,7 +163,7 @@ def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, c
 def test_a_stale_cache_is_used_by_what_began_under_it_alone(make_recipe: Make, tmp_path: Path) -> None:
     train(make_recipe(**also(**CASES["stale"])), tmp_path / "run")
     stale, fresh = [0.0], [0.0]
-    for step in (2, 5):  # behind neither a checkpoint nor an evaluation; earlier groups go on, others begin
+    for step in (2, 5):  # after neither a checkpoint nor an evaluation; earlier groups continue, others begin
         records = sampled(tmp_path / "run", step)
         for record, gaps in zip(records, gaps_of(tmp_path / "run", step), strict=True):
             versions = [version for turn in turns(record) for version, count in turn["versions"] for _ in range(count)]
@@ -200,7 +200,7 @@ def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make,
             assert len(signals) == GROUPS
     steps, last = steps_of(tmp_path / "run"), tmp_path / f"run/checkpoints/step_{STEPS:06d}/unfinished.jsonl"
     assert sum(record["refilled_groups"] for record in steps) > 0
-    # Each sampled token is trained on or left without a signal, set aside, or still in the queue.
+    # Each sampled token is trained on or without a signal, set aside, or still in the queue.
     groups = [record for _, record in read_records(last) if "group" in record]
     kept = [turn for step in steps for one in sampled(tmp_path / "run", step["step"]) for turn in turns(one)]
     kept += [value for group in groups for _, kind, value in group["log"] if kind == "written"]
@@ -214,8 +214,8 @@ def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make,
 
 
 def test_a_refill_begins_no_group_that_would_be_too_old() -> None:
-    """However groups end and whichever have a signal, a group enters a step that many updates at most behind the one
-    in which it was begun, and the step takes as many as it should."""
+    """However groups end and whichever have a signal, no group is too old and each step is complete. A group enters a
+    step at most `late` updates after the one in which it began."""
     draw = random.Random(0)
     for _ in range(300):
         count, late, rounds = draw.randrange(1, 4), draw.randrange(1, 4), draw.randrange(1, 5)
@@ -237,7 +237,7 @@ def test_a_refill_begins_no_group_that_would_be_too_old() -> None:
 
 
 def lacks_signal(number: int, share: float) -> bool:
-    """Return whether a group is one without a signal."""
+    """Return whether a group has no signal."""
     return random.Random(number).random() < share
 
 

@@ -1,4 +1,4 @@
-"""`grpo.refill`: other questions for groups without a signal, the same in a resumed run, and all of them counted."""
+"""`grpo.refill`: other questions replace groups without a signal, the same in a resumed run, and all are counted."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ COUNT, SIZE = 4, 2  # groups of two: half of them have no signal
 REFILL: dict[str, Any] = {
     "rollout": {"questions_per_step": COUNT, "group_size": SIZE},
     "grpo": {"refill": True},
-    "run": {"seed": 0},  # by which one of the first four groups has a signal
+    "run": {"seed": 0},  # with this seed one of the first four groups has a signal
 }
 UPDATES = {**REFILL, "grpo": {"refill": True, "updates_per_batch": 2, "drop_zero_advantage": True, "beta": 0.0}}
 
@@ -78,11 +78,11 @@ def test_rounds_have_other_questions_until_the_data_ends() -> None:
     assert [len(part) for part in rounds] == [4, 4, 4, 4, 4, 4, 4, 2, 0, 0]
     assert sorted(itertools.chain(*rounds)) == sorted(question.id for question in questions)
     assert rounds == ids(7, 3) and rounds[1] not in (ids(7, 4)[1], ids(8, 3)[1])
-    # Each step's order is its own, not that of another with other questions left out.
+    # Each step has its own order, not that of another step with other questions left out.
     left = [[[int(one) for one in part] for part in ids(7, step)[1:]] for step in (3, 4)]
     places = [[sorted(itertools.chain(*later)).index(one) for one in later[0]] for later in left]
     assert places[0] != places[1]
-    # Where a step goes over the end of a pass, and where there is nothing but its own questions.
+    # A step across the end of a pass, and a step without other questions.
     assert not {question.id for question in refill_questions(questions, 4, 7, 8, 2)} & set(ids(7, 8)[0])
     assert refill_questions(questions[:4], 4, 7, 1, 2) == []
 
@@ -103,13 +103,13 @@ def test_a_step_samples_until_its_groups_have_a_signal(rounds_of: tuple[Path, Ro
         at = of_step.stop
         jobs, trajectories = rounds.jobs[of_step], list(itertools.chain(*rounds.trajectories[of_step]))
         assert [job.group for job in jobs[0]] == [group for group in range(COUNT) for _ in range(SIZE)]
-        for earlier, later in itertools.pairwise(jobs):  # who has a signal is not sampled again
+        for earlier, later in itertools.pairwise(jobs):  # a group with a signal is not sampled again
             assert {job.group for job in later} <= {job.group for job in earlier}
         asked = [job.question.id for part in jobs for job in part if job.sample == 0]
         assert len(set(asked)) == len(asked) == COUNT + record["refilled_groups"]
         every = list(itertools.chain(*jobs))
         assert len({job.seed for job in every}) == len(every)
-        # What is stored and trained on is the last of each group; what is counted and timed is all.
+        # The last trajectories of each group are stored and trained on; counts and times cover all.
         last = {(one.group, one.sample): one for one in trajectories}
         entries = sampled(out, record["step"])
         assert [(entry["group"], entry["sample"]) for entry in entries] == sorted(last)
@@ -127,7 +127,7 @@ def test_a_step_samples_until_its_groups_have_a_signal(rounds_of: tuple[Path, Ro
         record["sampled_tokens"] > record["loss_tokens"] for record in steps_of(out) if record["refilled_groups"]
     )
     optimizer = load_file(out / "checkpoints" / "step_000004" / "optimizer.safetensors")
-    assert {float(value) for name, value in optimizer.items() if name.endswith(".step")} == {8.0}  # two a step
+    assert {float(value) for name, value in optimizer.items() if name.endswith(".step")} == {8.0}  # two per step
 
 
 def test_a_resumed_refill_has_the_same_bits(tmp_path: Path, make_recipe: Make, rounds_of: tuple[Path, Rounds]) -> None:
@@ -171,7 +171,7 @@ def test_without_any_signal_nothing_is_learned(
     replaced: int,
     more: dict[str, Any],
 ) -> None:
-    """With ten questions, four are the step's own, four the second round's, and two the third's."""
+    """Of ten questions, four are the step's own, four are those of the second round, and two those of the third."""
     grpo = {"refill": True, "refill_rounds": 3, "updates_per_batch": 2, **more}
     data, run = unanswerable(tmp_path, questions), {"steps": 2, "eval_every": None}
     train(make_recipe(data=data, rollout=REFILL["rollout"], grpo=grpo, run=run), tmp_path / "run")
@@ -207,7 +207,7 @@ def test_without_counting_a_step_is_that_of_the_groups_with_a_signal(
     aggregation: str,
     more: dict[str, Any],
 ) -> None:
-    """The gradient, in float64, is that of a loss over the other groups alone; ranks count theirs together."""
+    """The gradient, in float64, is that of a loss over the other groups alone; ranks sum their counts."""
     constant = {"aggregation_constant": 50.0} if aggregation == "constant" else {}
     grpo = {"aggregation": aggregation, "count_zero_advantage_groups": False, **constant, **more}
     recipe = make_recipe(**{**REFILL, "grpo": grpo})
@@ -239,10 +239,10 @@ def test_without_counting_a_step_is_that_of_the_groups_with_a_signal(
         updater = Updater(MasterWeights(policy), None, OptimSection(), settings, vocab, 4)
         assert updater.update(sequences, 0, 1.0) is not None
         for gradient, expected in zip(gradients.values(), wanted, strict=True):
-            # Ten thousand roundings of float64, of some thousand products and sums a row.
+            # Ten thousand roundings of float64, for some thousand products and sums per row.
             assert (gradient - expected).norm() <= 1e-12 * expected.norm()
     assert seen == len(alive) * SIZE
-    # Counted, the same tokens have smaller weights: N is of all groups, on every rank.
+    # If they are counted, the same tokens have smaller weights: N is the number of all groups, on every rank.
     counted = step_of(make_recipe(**{**REFILL, "grpo": grpo | {"count_zero_advantage_groups": True}})).collect(1)
     weights = {one.key: one.weight for part in counted.sequences_by_update for one in part}
     assert any(one.weight > weights[one.key] for part in result.sequences_by_update for one in part)
@@ -282,7 +282,7 @@ def test_what_rounds_take_is_added_up() -> None:
 
 
 class Lockstep(Ranks):
-    """A rank beside others that always lack a group: each goes through all rounds, in some with nothing to sample."""
+    """A rank next to others that always lack a group: each goes through all rounds, some without groups to sample."""
 
     def all_reduce_max(self, number: int) -> int:
         return max(number, 1)
@@ -334,7 +334,7 @@ def test_a_reward_of_groups_gets_whole_groups_in_each_round(make_recipe: Make, r
 
 
 def test_a_group_has_a_signal_if_any_of_its_tokens_has(make_recipe: Make) -> None:
-    """All trajectories have one reward, and turns have others: no group is set aside, as none is by the update."""
+    """All trajectories have the same reward, but turns differ: no group is set aside, and none is by the update."""
     finer = {"advantage": "turn", "baseline": "leave_one_out", "scale": "none"}
     step = step_of(make_recipe(**REFILL | {"grpo": {"refill": True, **finer}}))
 

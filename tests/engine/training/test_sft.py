@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: transcripts become the ids that a rollout of the same pieces would hold, the loss is theirs
-alone, and the gate does as it says."""
+"""Supervised fine-tuning: transcripts become the ids of a rollout of the same pieces, the loss covers only the policy's
+tokens, and the gate works as documented."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
     sources = [source for source, ids in pieces for _ in ids]
     assert found.positions == [row for row, source in enumerate(sources) if source is Source.POLICY]
     assert found.copied == []
-    # The template's control token is one; the question's is spelled out, and its tag is none.
+    # The template's control token is encoded as one; the question's is spelled out, and its tag is escaped.
     assert found.ids[0] == tiny_tokenizer.added_tokens["<|im_start|>"]
     assert tiny_tokenizer.added_tokens["<|im_end|>"] not in found.ids
     assert escape_tags("Who is <answer>Mia<|im_end|>?", TAGS).encode() in tiny_tokenizer.decode_bytes(found.ids)
@@ -99,7 +99,7 @@ def test_a_segment_is_trained_on_the_ids_that_it_brings(renderer: Renderer, tiny
         ("Gil Hart, Mia Noor", [[0, 8], [9, 18]], "Gil Hart Mia Noor"),
         ("ÄÖ Gil", [[2, 6]], " Gil"),  # ranges count characters, tokens hold bytes
         ("日本 Gil 日本", [[0, 2]], "日本"),
-        (" Gil Hart", [[0, 3], [7, 9]], ""),  # a token that reaches out of its range was not copied
+        (" Gil Hart", [[0, 3], [7, 9]], ""),  # a token that extends beyond its range was not copied
     ],
 )
 def test_copied_ranges_become_tokens(
@@ -122,7 +122,7 @@ SAID = [segment("policy", "Anna")]
         {"question": "Who?"},
         {"segments": SAID},
         {"question": 3, "segments": SAID},
-        {"segments": [segment("prompt", ""), *SAID]},  # nothing before the first token
+        {"segments": [segment("prompt", ""), *SAID]},  # there is no context for the first token
         *[
             {"question": "Who?", "segments": segments}
             for segments in (
@@ -136,10 +136,10 @@ SAID = [segment("policy", "Anna")]
                 [segment("policy", "half \ud800")],
                 [segment("policy", "Anna", copied=[[0]])],
                 [segment("policy", "Anna", copied=3)],
-                [segment("policy", "Anna", end=True)],  # which nothing here knows
-                [segment("retrieved", "Anna")],  # nothing to train on
+                [segment("policy", "Anna", end=True)],  # the end token is unknown here
+                [segment("retrieved", "Anna")],  # there are no tokens to train on
                 [segment("policy", "")],
-                [segment("policy", "Anna", ids=[5, 5])],  # of another text
+                [segment("policy", "Anna", ids=[5, 5])],  # ids of another text
                 [segment("policy", "Anna", ids=[-1])],
                 [segment("policy", "Anna", ids=["A"])],
                 [segment("policy", "Anna", ids=10**6)],
@@ -176,7 +176,7 @@ def test_a_file_without_transcripts_is_refused(
 
 
 VOCAB = 20
-# "copy" transcripts: 1, a name, 2, the name again; the second name is copied, the 2 is said by the policy too.
+# "copy" transcripts: 1, a name, 2, the name again; the second name is copied, and the policy says the 2 as well.
 COPIES = [Transcript([1, name, other, 2, name, other], [3, 4, 5], [4, 5]) for name in range(3, 9) for other in (9, 10)]
 
 
@@ -202,7 +202,7 @@ def run(
 
 
 def nll(policy: Policy) -> torch.Tensor:
-    """Mean of -log p over the trained tokens of `COPIES`, among the tokenizer's columns."""
+    """Return the mean of -log p over the trained tokens of `COPIES`, among the tokenizer's columns."""
     values = [
         -torch.log_softmax(policy.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
         for t in COPIES
@@ -221,7 +221,7 @@ def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient(
     checkpointed.clear()
     optim = {"micro_batch_tokens": 11, "checkpoint_activations": checkpoint}
     result, records = run(policy, sft(steps=1, batch_size=12, held_out=0.0), **optim)
-    assert checkpointed == [checkpoint == "on"] * 12  # a transcript of six tokens in each
+    assert checkpointed == [checkpoint == "on"] * 12  # one transcript of six tokens in each
     assert result.loss == records[0]["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert records[0]["tokens"] == 12 * 5 and records[0]["lr"] == 0.01
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in other.parameters() if p.grad is not None))
@@ -234,7 +234,7 @@ def test_the_loss_falls() -> None:
     result, records = run(policy, sft(steps=60, batch_size=8, held_out=0.0))
     assert nll(policy) < 0.25 * before
     assert records[-1]["loss"] < 0.25 * records[0]["loss"]
-    assert result == SftResult(60, 0, records[-1]["loss"], None, True)  # without a gate there is nothing to miss
+    assert result == SftResult(60, 0, records[-1]["loss"], None, True)  # without a gate none can be missed
     assert [record["step"] for record in records] == list(range(1, 61))
 
 
@@ -289,10 +289,10 @@ def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: p
     settings = sft(steps=3, batch_size=6, stop_at_copy_accuracy=0.9, gate_every=2, max_restarts=2)
     result, records = run(policy, settings)
     assert [(r["restart"], r["step"]) for r in records] == [(n, step) for n in range(3) for step in (1, 2, 3)]
-    # Measured every second step and at the last.
+    # Measured at every second step and at the last one.
     assert [r.get("copying") for r in records] == [None, 0.1, 0.2, None, 0.3, 0.4, None, 0.5, 0.6]
     assert (result.passed, result.restarts, result.steps, result.copying) == (False, 2, 3, 0.6)
-    # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
+    # A batch holds all training transcripts, so equal weights have equal losses, up to the order of summation.
     first = [record["loss"] for record in records if record["step"] == 1]
     assert first == pytest.approx([first[0]] * 3, abs=1e-5) and records[2]["loss"] < first[0] - (0.01 if lora else 0.1)
     after = policy.state_dict()
@@ -318,7 +318,7 @@ def test_a_training_that_diverges_ends_in_a_sentence(lr: float, optim: dict[str,
 
 def test_a_last_update_that_diverges_is_not_written(tmp_path: Path) -> None:
     policy = make_policy()
-    with pytest.MonkeyPatch.context() as patch:  # whose step ends in infinity, as a float32 may
+    with pytest.MonkeyPatch.context() as patch:  # its step ends in infinity, as a float32 step may
         patch.setattr("torch.optim.AdamW.step", lambda self: policy.embed_VH.data.fill_(float("inf")))
         run(policy, sft(steps=1))
     with pytest.raises(UserError, match=r"model\.embed_tokens\.weight holds numbers that are not finite; train again"):

@@ -154,7 +154,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 def data_sft(*arguments: str) -> None:
-    """`thresher data sft`; its errors are raised."""
+    """Run `thresher data sft`, raising its errors."""
     cli.run_command(["data", "sft", *arguments])
 
 
@@ -250,7 +250,7 @@ def test_of_a_teachers_transcripts_those_that_answer_right_stay(
 def test_a_model_writes_analyses(
     tiny_model_folder: Path, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Words are put into its mouth: tagged, untagged, empty, one that never closes, and one that is not even asked."""
+    """The model's text is scripted: tagged, untagged, empty, one that never closes; one question is not asked."""
     said = ["<analysis>By [1].</analysis>", " By [2].</analysis>", "<analysis> </analysis>", "By [3] and so on" * 9]
     queues = {number: tiny_tokenizer.encode(text) for number, text in enumerate(said)}
     prompts: list[str] = []
@@ -285,7 +285,7 @@ def test_a_model_really_writes(tiny_model_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sampling, "sample", count)
     assert set(write_analyses([GOOD, OTHER], tiny_model_folder, max_tokens=5)) == {"good", "other"}
     assert {temperature for _, temperature in calls} == {0.0} and len(calls) <= 6  # one waits for the other's template
-    monkeypatch.setattr(analyses_module, "load_policy", None)  # nothing is loaded where nothing is asked
+    monkeypatch.setattr(analyses_module, "load_policy", None)  # nothing is loaded if there is nothing to write
     assert write_analyses([], tiny_model_folder) == {}
 
 

@@ -1,5 +1,5 @@
-"""Warm-up transcripts that a script plays: what a rollout of the same turns would hold, with the system's full reward;
-what gives none; and that warm-up, training and dev sets stay apart."""
+"""Warm-up transcripts from scripts: they equal a rollout of the same turns and get the system's full reward; questions
+that give none; and warm-up, training and dev sets stay apart."""
 
 import json
 from collections.abc import Callable
@@ -56,7 +56,7 @@ SPOUSES = Question("given", "Who is the mayor of Anna Bell's spouse?", ("Otto Pi
 
 @pytest.fixture
 def questions(tiny_index: Index) -> list[Question]:
-    """One of two hops, and one that compares, in 2Wiki's two spellings of the key."""
+    """Return a two-hop question and a comparison, in 2Wiki's two spellings of the key."""
     told = [passage.text.removesuffix(".").replace(" has ", " ").split() for passage in tiny_index.corpus]
     of = {(f"{one} {two}", relation): f"{three} {four}" for one, two, relation, three, four in told}
     spouse = of["Anna Bell", "spouse"]
@@ -128,7 +128,7 @@ def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
         trained = trained_contexts(trajectory)
         assert [(one.ids, one.positions) for one in encoded] == [(one.ids, one.positions) for one in trained]
         assert len(trained) == (len(trajectory.searches) + 1 if name == "mem1" else 1)
-    # The decoder, forced to write the same turns, makes the same trajectory.
+    # The decoder makes the same trajectory when it is forced to write the same turns.
     jobs = jobs_of(questions)
     texts: dict[int, list[str]] = {}
     for job, one in zip(jobs, trajectories, strict=True):
@@ -144,7 +144,7 @@ def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
 
 
 def bare(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without the log-probs, which a script does not have."""
+    """Return the trajectory without its log-probs, which a script does not have."""
     segments = [Segment(s.source, s.ids, [], s.stop, s.trailing) for s in trajectory.segments]
     return replace(trajectory, segments=segments, scores=[one | {"logprobs": []} for one in trajectory.scores])
 
@@ -178,7 +178,7 @@ def test_the_turn_after_a_search_says_what_was_found(
 
 
 def test_a_turn_of_mem1_says_all_that_was_found() -> None:
-    """Its context holds no earlier turn but the last, which says it."""
+    """Its context contains only the last turn, which repeats the earlier facts."""
     triples = [(name, "rival", f"{name}'s rival") for name in ("Anna", "Bea", "Carl", "Dora")]
     trajectory = Trajectory("q", 0, 0, searches=[{"query": triple[0]} for triple in triples[:3]])
     sample = SimpleNamespace(trajectory=trajectory)
@@ -280,7 +280,7 @@ def test_what_gives_no_transcript_is_returned_with_its_reason(
 
 
 def write(path: Path, *questions: Question) -> Path:
-    """Each question once."""
+    """Write each question once."""
     lines = {
         question.id: {
             "id": question.id,
@@ -296,7 +296,7 @@ def write(path: Path, *questions: Question) -> Path:
 
 @pytest.fixture
 def recipe(tiny_tokenizer: Tokenizer, tiny_index_folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
-    """A recipe whose file is recipe.toml, with settings of its rollout."""
+    """Return a function that reads the recipe in recipe.toml, with changed settings of its rollout."""
     tiny_tokenizer.save(tmp_path / "model")
     (tmp_path / "template.txt").write_text(TEMPLATE)
     (tmp_path / "recipe.toml").write_text(
@@ -397,7 +397,7 @@ def test_a_passage_states_a_triple(title: str, text: str, stated: bool) -> None:
 def test_most_of_2wikis_questions_can_be_played(
     shared_data: Path, recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """By BM25, as recipes/smollm2/search.toml says."""
+    """Searches use BM25, as in recipes/smollm2/search.toml."""
     corpus, out = shared_data / "2wiki" / "corpus.json", tmp_path / "indexes"
     cli.run_command(
         ["index", "build", "--corpus", str(corpus), "--encoder", "bm25", "--embed", "title+text", "--out", str(out)]

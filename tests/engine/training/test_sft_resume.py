@@ -1,4 +1,4 @@
-"""A fine-tuning that was killed or interrupted goes on to the model, to the bit, that it would have come to."""
+"""A fine-tuning that was killed or interrupted resumes to the same model, to the bit, as an uninterrupted one."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def write_transcripts(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def files(model: Path) -> dict[str, bytes]:
-    """All that a fine-tuning wrote, but for its seconds, and hashes of them."""
+    """Return all files of a fine-tuning, except its seconds and the hashes."""
     found = {str(path.relative_to(model)): path.read_bytes() for path in sorted(model.rglob("*")) if path.is_file()}
     figures = json.loads(found.pop("sft.json"))
     found["figures"] = json.dumps({name: value for name, value in figures.items() if name != "seconds"}).encode()
@@ -84,7 +84,7 @@ def ended(
 
 
 def killed(recipe: Recipe, out: Path, step: int, **how: Any) -> None:
-    """Have the process end, as far as this one can, in the update behind so many."""
+    """End the fine-tuning, as if the process were killed, in the update after `step` updates."""
     ended(Killed, recipe, out, step + 1, raise_killed, **how)
 
 
@@ -108,7 +108,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 def test_a_killed_fine_tuning_goes_on_to_the_same_bits(
     make: Make, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before its first checkpoint, behind it, and once more while it goes on."""
+    """Killed before its first checkpoint, after it, and once more after it was resumed."""
     recipe, out = make(**KINDS[kind]), tmp_path / "out"
     run_sft(recipe, tmp_path / "whole")
     killed(recipe, out, 1)
@@ -128,7 +128,7 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(
 
 
 def test_all_weights_begin_as_they_are_stored(make: Make, tmp_path: Path, tiny_model_folder: Path) -> None:
-    """Also where model.dtype, which GRPO computes in, would round them."""
+    """This holds even if model.dtype, in which GRPO computes, would round them."""
     recipe = make(model={"dtype": "bfloat16"}, sft={"lr": 0.0, "steps": 1})
     run_sft(recipe, tmp_path / "out")
     stored, trained = (load_file(folder / "model.safetensors") for folder in (tiny_model_folder, tmp_path / "out"))
@@ -137,7 +137,7 @@ def test_all_weights_begin_as_they_are_stored(make: Make, tmp_path: Path, tiny_m
 
 @pytest.mark.parametrize("offload", ["none", "masters"])
 def test_in_bfloat16_it_computes_so_and_moves_float32_weights(make: Make, tmp_path: Path, offload: str) -> None:
-    """A step of 1e-6 is below what a bfloat16 can hold. A loss differs from float32's by the rounding of a forward."""
+    """A step of 1e-6 is too small for bfloat16. A loss differs from float32's by the rounding of a forward."""
     rate = {"lr": 1e-6, "schedule": "constant", "warmup_ratio": 0.0}
     in_float32 = make(sft=rate)
     recipe = make(sft=rate, model={"dtype": "bfloat16"}, optim={"offload": offload})
@@ -157,8 +157,8 @@ def test_in_bfloat16_it_computes_so_and_moves_float32_weights(make: Make, tmp_pa
 
 
 def measured_as(patch: pytest.MonkeyPatch, shares: list[float]) -> list[str]:
-    """Have the share of names that are copied right be the next of these for each other state of the weights, so that a
-    resumed run measures what the whole one did. Returns the states that were measured."""
+    """Replace the share of correctly copied names by the next of `shares` for each new state of the weights. A resumed
+    run then measures the same as the whole one. Return the states that were measured."""
     seen: list[str] = []
 
     def copying(self: SftTrainer) -> float:
@@ -174,7 +174,7 @@ def measured_as(patch: pytest.MonkeyPatch, shares: list[float]) -> list[str]:
 def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attempt is two steps; the gate opens behind the second one's."""
+    """An attempt has two steps; the gate opens after those of the second attempt."""
     gate = {"stop_at_copy_accuracy": 0.7, "gate_every": 2, "max_restarts": 1}
     recipe = make(sft=gate | {"steps": 2, "save_every": 1, "batch_size": 1})
     seen = measured_as(monkeypatch, [0.1, 0.8])
@@ -189,7 +189,7 @@ def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
 
 @pytest.mark.slow
 def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gate that opens in the second attempt: killed in it, where it begins, and just before it opens."""
+    """The gate opens in the second attempt: killed in that attempt, at its start, and just before the gate opens."""
     recipe = make(sft={"stop_at_copy_accuracy": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
     measured = measured_as(monkeypatch, [0.1, 0.2, 0.3, 0.8])  # at steps 2 and 4 of both attempts
     run_sft(recipe, tmp_path / "whole")
@@ -200,7 +200,7 @@ def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch
         assert saved(out)[-1] == step // 2 * 2
         run_sft(recipe, out, resume=True)
         assert files(out) == files(tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Killed):  # the gate has opened; the model is not written yet
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # the gate has opened, but the model is not written yet
         patch.setattr(FineTuning, "_save", raise_killed)
         run_sft(recipe, tmp_path / "last")
     monkeypatch.setattr(SftTrainer, "_backward", raise_killed)
@@ -214,7 +214,7 @@ def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> No
     recipe, out = make(), tmp_path / "out"
     sigkill("sft", recipe, out, *SAVE)
     names = sorted(path.name for path in (sft_folder(out) / "checkpoints").iterdir())
-    assert len(names) == 2 and names[-1] == "step_000002"  # and half of the next
+    assert len(names) == 2 and names[-1] == "step_000002"  # and half of the next one
     run_sft(recipe, out, resume=True)
     run_sft(recipe, tmp_path / "whole")
     assert files(out) == files(tmp_path / "whole")
@@ -225,7 +225,7 @@ def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> No
 def test_an_interrupt_finishes_the_update_and_saves_it(
     make: Make, tmp_path: Path, step: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the last one, behind which nothing is left but to write the model."""
+    """This holds in the last update too, after which only the model is left to write."""
     recipe, out = make(), tmp_path / "out"
     ended(signals.Interrupted, recipe, out, step, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert saved(out)[-1] == step
@@ -260,7 +260,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     (tiny_model_folder / "model.safetensors").write_bytes(weights)
 
     newer = sft_folder(out) / "checkpoints" / "step_000004"
-    with pytest.MonkeyPatch.context() as patch:  # by another process, before this one has the lock
+    with pytest.MonkeyPatch.context() as patch:  # another process saves before this one has the lock
         patch.setattr("thresher.engine.training.sft_run.need_room", lambda *_: newer.mkdir())
         refused(r"out\.training: another process has just saved step 4; run the same command again")
     newer.rmdir()

@@ -1,4 +1,4 @@
-"""An update that computes shared beginnings once, against one that computes every item whole: loss and every gradient,
+"""An update that computes shared prefixes once, against one that computes every item whole: loss and all gradients,
 over random tries; and how shared items are cut into micro-batches."""
 
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ Gradients = dict[str, torch.Tensor]
 
 @contextmanager
 def free_merges() -> Iterator[None]:
-    """Everything that can be shared is."""
+    """Share everything that can be shared."""
     with patch.object(packing, "MERGE_COST", 0.0), patch.object(packing, "NODE_COST", 0.0):
         yield
 
 
 def policies(dtype: torch.dtype, adapters: bool = False) -> tuple[Policy, Policy]:
-    """A policy and its reference: another model, or with adapters itself."""
+    """Return a policy and its reference: another model, or, with adapters, the policy itself."""
     policy = init_policy(make_config(), 0)
     if adapters:
         add_lora(policy, rank=4, alpha=8.0)
@@ -55,7 +55,7 @@ def policies(dtype: torch.dtype, adapters: bool = False) -> tuple[Policy, Policy
 def run(
     items: list[TrainSequence], share: bool, dtype: torch.dtype, adapters: bool = False, **changes: Any
 ) -> tuple[UpdateStats, Gradients]:
-    """An update's figures and the gradients that it would have stepped on. changes: of [optim], and `grpo`."""
+    """Return an update's figures and the gradients that it would have stepped on. changes: of [optim], and `grpo`."""
     policy, reference = policies(dtype, adapters)
     weights = MasterWeights(policy, policies(torch.float32)[0] if dtype == torch.bfloat16 else policy)
     grpo, found = changes.pop("grpo", GRPO), {}
@@ -70,7 +70,7 @@ def run(
 
 
 def both(*arguments: Any, **changes: Any) -> list[tuple[UpdateStats, Gradients]]:
-    """`run` with what sequences begin with alike computed once, and with every sequence whole."""
+    """Call `run` with shared prefixes computed once, and with every sequence whole."""
     items, *rest = arguments
     return [run(items, share, *rest, **changes) for share in (True, False)]
 
@@ -81,8 +81,8 @@ def make_item(ids: list[int], places: list[int], old: list[float], advantage: fl
 
 @st.composite
 def tries(draw: st.DrawFn) -> list[TrainSequence]:
-    """Items that go on from a beginning of an earlier one, equal ones and beginnings of others among them; what is
-    trained are runs, so that some beginnings are trained by all their members, others by none."""
+    """Draw items that continue a prefix of an earlier one, including equal items and prefixes of others. Random
+    positions are trained, so that some prefixes are trained by all their members, others by none."""
     made: list[list[int]] = []
     items = []
     for n in range(draw(st.integers(1, 7))):
@@ -97,7 +97,7 @@ def tries(draw: st.DrawFn) -> list[TrainSequence]:
 
 
 def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) -> list[TrainSequence]:
-    """Samples of one question, of which the first three wrote the same first turn."""
+    """Return samples of one question, of which the first three have the same first turn."""
     noise = torch.Generator().manual_seed(seed)
 
     def some(count: int) -> list[int]:
@@ -122,7 +122,7 @@ def test_shared_and_whole_are_one_update(items: list[TrainSequence], adapters: b
     assert found.keys() == expected.keys()
     if not whole.rows:
         return
-    # Ten thousand roundings of float64. Equal rows have equal coefficients, and sums alone differ; where these cancel,
+    # Ten thousand roundings of float64. Equal rows have equal coefficients, so only sums differ; where these cancel,
     # the scale is one row's weight, .1.
     assert shared.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-13)
     for name, wanted in expected.items():
@@ -136,11 +136,11 @@ def test_float32_gradients_of_groups_are_as_near_to_float64s_shared_as_whole(ada
     items = [item for seed in range(3) for item in group(40, 25, 5, seed, turn=8)]
     _, truth = run(items, False, torch.float64, adapters)
     (shared_stats, shared), (whole_stats, whole) = both(items, torch.float32, adapters)
-    # Of each group the prompt, three first turns and what follows them, whose last token is not fed.
+    # For each group the prompt, three first turns and the tokens after them, the last of which is not fed.
     assert shared_stats.computed_tokens <= 3 * (40 + 3 * 8 + 5 * 24) < whole_stats.computed_tokens
     assert shared_stats.loss == pytest.approx(whole_stats.loss, rel=1e-6, abs=1e-6)
     own = off(whole, truth)
-    assert own <= 1e-5 and off(shared, whole) > 0  # some hundred roundings of float32; 0: both are one path
+    assert own <= 1e-5 and off(shared, whole) > 0  # some hundred roundings of float32; 0 would mean the same code path
     assert off(shared, truth) <= 4 * own + 2**-22  # four roundings
     for name, x in truth.items():
         one = {name: x}
@@ -148,7 +148,7 @@ def test_float32_gradients_of_groups_are_as_near_to_float64s_shared_as_whole(ada
 
 
 def test_a_bfloat16_model_is_no_worse_off() -> None:
-    """Where nothing is clipped: rounding to bfloat16 moves ratios across the bound of a clip in either update."""
+    """Nothing is clipped, because rounding to bfloat16 moves ratios across a clip's bound in either update."""
     items = [item for seed in range(2) for item in group(40, 25, 4, seed, turn=8)]
     grpo = replace(GRPO, clip_low=0.99, clip_high=50.0)
     _, truth = run(items, False, torch.float64, grpo=grpo)
@@ -159,7 +159,7 @@ def test_a_bfloat16_model_is_no_worse_off() -> None:
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
-    """A search whose passages came back the same: what was retrieved is shared, and in no loss."""
+    """A search with equal passages: retrieved tokens are shared, and are in no loss."""
     pieces = [(Source.PROMPT, 9), (Source.POLICY, 4), (Source.RETRIEVED, 12), (Source.POLICY, 5)]
     trajectories = []
     for sample in range(4):
@@ -177,8 +177,8 @@ def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
 
 
 def test_contexts_of_a_group_share_their_beginnings() -> None:
-    """Two folded trajectories and a branch of one: the prompt of all contexts is computed once, and so is a state that
-    both kept. Shared or whole, it is one update."""
+    """Two folded trajectories and a branch of one. The prompt of all contexts is computed once, and so is a state that
+    both kept. Shared and whole updates are the same."""
     prompt, state = [n % 11 for n in range(20)], [3, 1, 4, 1, 5, 9, 2, 6]
 
     def written(first: int, count: int) -> Segment:
@@ -195,7 +195,7 @@ def test_contexts_of_a_group_share_their_beginnings() -> None:
     (shared, found), (whole, expected) = both(items, torch.float64)
     assert shared.rows == whole.rows == 2 * 10 + 3
     assert whole.computed_tokens == whole.tokens == 2 * (25 + 36) + 31
-    # The prompt, the state, and of each context what is its own but its last token.
+    # The prompt, the state, and the tokens of each context alone, except its last.
     assert shared.computed_tokens == 20 + 2 * 5 + 8 + 2 * 8 + 3
     assert off(found, expected) <= 1e-12  # ten thousand roundings of float64
 
@@ -226,7 +226,7 @@ def test_a_shared_update_is_deterministic() -> None:
 @given(items=tries(), budget=st.integers(1, 60))
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_everything_is_packed_once_within_the_budget(items: list[TrainSequence], budget: int) -> None:
-    """What the rows hold is seen in the gradients above; on CUDA, but not here, a row twice in a round would be too."""
+    """The gradients above test the contents of the rows; on CUDA, but not here, also a row twice in a round."""
     with free_merges():
         batches = pack_shared(items, budget)
     members = [n for batch in batches for n in batch.members]
@@ -239,7 +239,7 @@ def test_everything_is_packed_once_within_the_budget(items: list[TrainSequence],
 
 
 def test_batches_are_cut_between_groups() -> None:
-    """Groups of 60 + 4 x 19 computed tokens, their items in turn, and two items that share nothing."""
+    """Groups of 60 + 4 x 19 computed tokens, with their items interleaved, and two items that share nothing."""
     groups = [group(60, 20, 4, seed) for seed in range(5)]
     items = [groups[n % 5][n // 5] for n in range(20)] + unlike(2)
     of_item = [n % 5 for n in range(20)] + [5, 6]
@@ -257,11 +257,11 @@ def test_a_group_that_is_too_large_repeats_its_prefix() -> None:
     assert [batch.computed_tokens for batch in batches] == [60 + 19 * len(batch.members) for batch in batches]
     assert all(batch.computed_tokens <= 160 and isinstance(batch.layout, PrefixForest) for batch in batches)
     assert len(batches) == 2
-    alone = pack_shared(items, 70)  # room for no two
+    alone = pack_shared(items, 70)  # no two items fit
     assert [batch.members for batch in alone] == [batch.members for batch in pack(items, 70)]
 
 
-# --- who computes parts
+# --- which library computes the parts
 
 
 def test_the_switch_and_what_a_library_lacks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every recipe of a training run that comes with Thresher, run for two steps on a CPU; shipped_cases.py says how."""
+"""Every shipped recipe of a training run, run for two steps on a CPU; shipped_cases.py explains how."""
 
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def world(
 
 @pytest.fixture(scope="module")
 def url(tiny_index_folder: Path) -> Iterator[str]:
-    """Of a retriever's server, in a thread."""
+    """Serve a retriever in a thread; return its URL."""
     with Server(load_index(tiny_index_folder), SERVED, port=0) as server:
         yield server.url
 
@@ -56,7 +56,7 @@ def test_a_shipped_recipe_trains(path: Path, world: World, url: str, tmp_path: P
     assert len(sampled(tmp_path / "run", STEPS)) == QUESTIONS * GROUP
     before = load_file(Path(recipe.model.path) / "model.safetensors")
     folder = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}"
-    trained = load_file(folder / "model.safetensors")  # with adapters: the sum
+    trained = load_file(folder / "model.safetensors")  # with adapters: base plus adapters
     assert {x.dtype for x in trained.values()} == {torch.float32}
     moved = {name: float((x - before[name]).abs().max()) for name, x in trained.items()}
     assert {name for name in moved if moved[name] > 0} == {

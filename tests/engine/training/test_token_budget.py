@@ -1,4 +1,4 @@
-"""A run that ends by the tokens that it computed: where, what it leaves, and how it goes on."""
+"""A run with a token budget: where it ends, what it leaves, and how it is resumed."""
 
 import shutil
 from pathlib import Path
@@ -17,14 +17,14 @@ STEPS = 9  # more than any budget here allows
 
 
 def spent_by_step(run: Path) -> list[int]:
-    """The tokens that a run had computed behind each of its steps."""
+    """Return the tokens that a run had computed after each of its steps."""
     records = steps_of(run)
     return [tokens_spent(records[: count + 1]) for count in range(len(records))]
 
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory: pytest.TempPathFactory, make_recipe: Make) -> Path:
-    """A run of three steps, which evaluates after each second one, without a budget."""
+    """Train a run of three steps without a budget, with an evaluation after every second step."""
     out = tmp_path_factory.mktemp("budget") / "run"
     with single_threaded():
         train(make_recipe(run={"steps": 3, "eval_every": 2}, optim={"schedule_steps": STEPS}), out)
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_rollouts_and_updates(three_steps: Path) -> None:
 def test_a_run_ends_with_the_step_that_reaches_its_budget(
     tmp_path: Path, make_recipe: Make, three_steps: Path, short: int
 ) -> None:
-    """A budget of just what three steps compute, and of one token more than two compute."""
+    """The budget is exactly the tokens of three steps, or one token more than those of two."""
     _, second, third = spent_by_step(three_steps)
     watched: list[Progress] = []
     summary = train(with_budget(make_recipe, second + 1 if short else third), tmp_path / "run", watch=watched.append)

@@ -1,4 +1,4 @@
-"""Advantages finer than a trajectory's: from a reward's turns and spans to the tokens of an update, by hand."""
+"""Advantages finer than a trajectory's: from rewards of turns and spans to the tokens of an update, by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ TURN = {"advantage": "turn", "baseline": "leave_one_out", "scale": "none"}
 
 
 def attempt(tokenizer: Tokenizer, sample: int, parts: Sequence[str], result: RewardResult, group: int = 0) -> Scored:
-    """A prompt, and then by turns what the policy wrote and what was shown."""
+    """Return a trajectory with a prompt, and then by turns policy text and shown text."""
     segments = [Segment(Source.PROMPT, tokenizer.encode("Who?"))]
     for number, text in enumerate(parts):
         ids = tokenizer.encode(text)
@@ -45,7 +45,7 @@ def credit(scored: Sequence[Scored], tokenizer: Tokenizer, **grpo: Any) -> list[
 
 
 def by_turn(values: list[float], entry: Scored) -> list[float]:
-    """The value of each turn, all of whose tokens have it."""
+    """Return the value of each turn, after checking that all of its tokens have it."""
     found, at = [], 0
     for segment in entry.trajectory.segments:
         if segment.source is Source.POLICY:
@@ -57,7 +57,7 @@ def by_turn(values: list[float], entry: Scored) -> list[float]:
 
 
 def test_a_turn_is_credited_with_what_came_from_it_on(tiny_tokenizer: Tokenizer) -> None:
-    """Returns 1.5, 1.25 and 1 of three turns, against .5 of another's single turn: behind its end it counts 0."""
+    """Returns 1.5, 1.25 and 1 of three turns, against .5 of another's single turn, which counts as 0 after its end."""
     long = attempt(
         tiny_tokenizer, 0, ["a search", " found", "one more", " seen", "Eva"], RewardResult(1.0, turns=[0.25, 0.25, 0])
     )
@@ -76,8 +76,8 @@ def test_a_turn_is_credited_with_what_came_from_it_on(tiny_tokenizer: Tokenizer)
 
 
 def test_an_anchor_is_a_state_that_several_turns_saw(tiny_tokenizer: Tokenizer) -> None:
-    """Two samples search alike and see the same, so their second turns are compared with each other; a third saw
-    something else and is compared with nobody. By observation all second turns that saw " b" are."""
+    """Two samples with the same search and result have comparable second turns. A third saw something else and is
+    compared with none. By observation all second turns that saw " b" are compared."""
     same = [
         attempt(tiny_tokenizer, 0, ["look", " b", "yes"], RewardResult(1.0)),
         attempt(tiny_tokenizer, 1, ["look", " b", "no"], RewardResult(0.0)),
@@ -86,7 +86,7 @@ def test_an_anchor_is_a_state_that_several_turns_saw(tiny_tokenizer: Tokenizer) 
     anchor = {"advantage": "anchor", "baseline": "group", "scale": "none", "omega": 2.0}
     found = [by_turn(values, one) for values, one in zip(credit(same, tiny_tokenizer, **anchor), same, strict=True)]
     whole = [0.5, -0.5, 0.0]
-    first = [3 * value for value in whole]  # all saw the prompt: the step group is the group
+    first = [3 * value for value in whole]  # all saw the prompt, so the step group is the whole group
     assert found == [
         pytest.approx([first[0], whole[0] + 2 * 0.5]),
         pytest.approx([first[1], whole[1] - 2 * 0.5]),
@@ -98,7 +98,7 @@ def test_an_anchor_is_a_state_that_several_turns_saw(tiny_tokenizer: Tokenizer) 
 
 def test_a_context_is_a_state_and_what_is_trained_elsewhere_has_no_advantage(tiny_tokenizer: Tokenizer) -> None:
     """Two samples search differently and fold into the same context, where their second turns are compared. A third
-    inherited the first one's first turn, whose tokens are trained there, and its trained branch has what it has."""
+    inherited the first one's first turn, whose tokens are trained there; its trained branch has its advantage."""
     anchor = {"advantage": "anchor", "baseline": "group", "scale": "none", "omega": 2.0}
     folded = [
         attempt(tiny_tokenizer, n, [said, " b", word], RewardResult(reward))
@@ -181,7 +181,7 @@ def test_the_control_shuffles_rewards_of_turns_too(tiny_tokenizer: Tokenizer) ->
 def test_a_run_trains_by_it_and_stores_each_tokens(
     advantage: str, make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every trajectory's last turn is worth 2 more by its turns' rewards, or its first byte by a span."""
+    """The last turn of every trajectory is worth 2 more by its turn reward, or its first byte by a span."""
     real = train_module.load_run_context
 
     def with_turns(*given: Any, **more: Any) -> Any:
@@ -232,7 +232,7 @@ def test_the_control_shuffles_the_values_of_spans_within_a_group(tiny_tokenizer:
 @pytest.mark.parametrize("rule", ["turn", "anchor", "tree"])
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_equal_rewards_have_no_advantage_to_the_bit(rule: str, baseline: str) -> None:
-    """Of .1, whose rounded mean over seven is not .1; nor has the mean of three, by the group's rule."""
+    """The rounded mean of seven .1 is not .1; neither is the mean of three, by the group's rule."""
     for reward, count in ((0.1, 4), (0.1, 7), (0.49, 6), (0.9, 10), (0.7, 13)):
         if rule == "turn":
             found = turn_advantages([[reward]] * count, baseline="leave_one_out")

@@ -1,4 +1,4 @@
-"""The training loop: what a step is made of, and that what is written down is what happened."""
+"""The training loop: the contents of a step, and records that agree with what happened."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, 
 def test_the_progress_of_rollout_and_update_can_be_polled(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`console.polling` is given what to ask; here it is asked in each forward of the decoder and each micro-batch."""
+    """`console.polling` gets a function, which is called here in each forward of the decoder and each micro-batch."""
     asked: list[Callable[[], Stage | None]] = []
     heard: list[Stage | None] = []
 
@@ -127,7 +127,7 @@ def test_the_first_update_is_on_policy_and_at_its_reference(uninterrupted: Path)
     assert first["kl_k1"] == first["kl_k2"] == first["kl_k3"] == 0
     assert second["kl_k2"] > 0 and second["kl_k3"] > 0
     assert first["kl_largest"] == first["kl_coefficient_largest"] == 0
-    # k2: d squared, halved, and d, of the same token; no mean is above it.
+    # k2 is d squared, halved, and the coefficient is d, of the same token; no mean exceeds it.
     assert second["kl_largest"] == pytest.approx(second["kl_coefficient_largest"] ** 2 / 2)
     assert second["kl_largest"] > second["kl_k2"]
 
@@ -170,12 +170,12 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ma
     entries = sampled(out, 1)
     assert set(entries[0]["parts"]) == {"answer", "em", "f1", "answered", "searches"}
     said = sum(len(s["ids"]) for entry in entries for s in entry["segments"] if s["source"] == "policy")
-    assert record["loss_tokens"] == said  # whole groups, each of them in one of the updates
+    assert record["loss_tokens"] == said  # whole groups, each in one of the updates
     optimizer = load_file(out / "checkpoints" / "step_000001" / "optimizer.safetensors")
     assert {float(value) for name, value in optimizer.items() if name.endswith(".step")} == {2.0}
-    # Of the first update, which is on policy; the policy of the second is no longer the one that sampled.
+    # The gap is that of the first update, which is on policy; in the second the policy differs from the sampling one.
     assert 0 < record["logprob_gap"] <= record["logprob_gap_max"] < 1e-4
-    # It was at its reference in the first update, and off it in the second.
+    # The policy equals its reference in the first update, but not in the second.
     assert 0 < record["kl_k3"] < record["kl_largest"] and record["kl_coefficient_largest"] > 0
 
 
@@ -202,7 +202,7 @@ def test_without_a_signal_nothing_is_updated_if_so_asked(
     line = {"id": "1", "question": "What is the spouse of Mia Noor?", "golden_answers": ["no one can say this"]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(line) + "\n")
     data = {"train": str(tmp_path / "questions.jsonl"), "dev": str(tmp_path / "questions.jsonl")}
-    # Sums that only rounding tells apart are one reward.
+    # Sums that differ only by rounding are one reward.
     rounded = [0.3, 0.1 + 0.2] * (GROUPS * SAMPLES // 2)
     monkeypatch.setattr("thresher.engine.training.step.shuffled_rewards", lambda *_: rounded)
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
@@ -218,8 +218,8 @@ def test_without_a_signal_nothing_is_updated_if_so_asked(
         assert all(torch.equal(start[name], end[name]) for name in start)
 
 
-# After one step the policy is off its reference by more than 1e-6, which 1e25 times as large and squared is no float32;
-# weights of 1e38 make products that are none, in the next step or in the second update of this one.
+# After one step the policy is off its reference by more than 1e-6; 1e25 times that, squared, exceeds float32. Weights
+# of 1e38 make products that exceed it too, in the next step or in the second update of this one.
 WILD = {"lr": 1e38, "max_grad_norm": float("inf")}
 
 

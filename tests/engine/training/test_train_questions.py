@@ -1,4 +1,4 @@
-"""What a run is given: questions, their passages and seeds; what does not fit is refused before there is a folder."""
+"""A run's questions, their passages and seeds; what does not fit is refused before there is a folder."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ PASSAGES = [{"title": "", "text": f"{name} is the mayor. " * 8} for name in NAME
 
 
 def write_questions(path: Path, *changes: dict[str, Any]) -> str:
-    """Write a question with two long passages for each of these changes of it; return the file's name."""
+    """Write a question with two long passages for each of these changes; return the file's name."""
     asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": PASSAGES}
     lines = [asked | {"id": str(number)} | change for number, change in enumerate(changes)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -35,7 +35,7 @@ def test_questions_of_a_step_come_once_in_every_pass() -> None:
     asked = [q.id for step in range(1, 11) for q in questions_of_step(questions, 4, 7, step)]
     passes = [asked[at : at + 10] for at in range(0, 40, 10)]
     assert all(sorted(part) == sorted(q.id for q in questions) for part in passes)
-    assert len({tuple(part) for part in passes}) == 4  # each in an order of its own
+    assert len({tuple(part) for part in passes}) == 4  # each in its own order
     again = [q.id for q in questions_of_step(questions, 4, 7, 3)]
     assert again == asked[8:12] != [q.id for q in questions_of_step(questions, 4, 8, 3)]
     assert [q.id for q in questions_of_step(questions[:2], 5, 0, 1)].count("0") in (2, 3)
@@ -48,7 +48,7 @@ def test_seeds_are_the_same_on_every_machine() -> None:
 
 
 class Sampled(Exception):
-    """Ends a step where its rollout would begin."""
+    """Raised where a step's rollout would begin, to end the step."""
 
 
 def test_the_noise_of_a_sample_is_that_of_the_runs_seed_the_step_the_group_and_the_sample(make_recipe: Make) -> None:
@@ -92,7 +92,7 @@ def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
     with pytest.raises(UserError, match=r"none.jsonl: no question says .* arena .* give questions with passages and"):
         train(make_recipe(system=arena, data={"train": none, "dev": None}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    # The same reward on the same questions, but for a system that does not ask.
+    # The same reward on the same questions, but for a system that does not need gold passages.
     load_questions(make_recipe(data={"train": none, "dev": none}), load_system("naive_grpo", {}))
     assert capsys.readouterr().out == ""
     recipe = make_recipe(system=arena, data={"train": some, "dev": none})
@@ -115,7 +115,7 @@ def test_cut_passages_are_reported_once_counted_and_stored_as_shown(
     train(recipe, tmp_path / "run")
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("raise rollout.max_passage_tokens") == 1
-    assert "train: 2 of 2 questions had passages cut to 40 tokens" in printed  # of the evaluation before the first step
+    assert "train: 2 of 2 questions had passages cut to 40 tokens" in printed  # from the first evaluation
     assert [record.get("eval", record)["cut_passages"] for record in metrics(tmp_path / "run")] == [4, 2, 2, 4]
     for entry in sampled(tmp_path / "run", 1):
         texts = [passage["text"] for passage in entry["passages"]]

@@ -1,4 +1,4 @@
-"""A run that was killed, interrupted or is to go on for longer: the bits of one that nothing interrupted, or a refusal.
+"""A run that is killed, interrupted or extended: the bits of an uninterrupted run, or a refusal.
 
 An update that has begun when a signal comes is finished, and the last step that was learned is saved.
 """
@@ -47,7 +47,7 @@ from thresher.engine.training.update import Updater
 def test_a_killed_run_goes_on_to_the_same_bits(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, step: int
 ) -> None:
-    """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be forgotten."""
+    """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be dropped."""
     out = tmp_path / "run"
     train_killed(make_recipe(), out, step)
     assert metrics(out)[-1]["step"] == step and not (out / "summary.json").exists()
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 @pytest.mark.parametrize(("module", "name", "call"), [("training.update", "step_optimizer", 3), SAVE])
 @pytest.mark.slow
 def test_sigkill(tmp_path: Path, make_recipe: Make, uninterrupted: Path, module: str, name: str, call: int) -> None:
-    """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
+    """Killed in the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"
     sigkill("train", recipe, out, module, name, call)
     assert metrics(out)[-1]["step"] == (2 if call == 3 else 4)
@@ -76,7 +76,7 @@ def test_sigkill(tmp_path: Path, make_recipe: Make, uninterrupted: Path, module:
 
 
 def interrupt_in(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, update: int) -> list[bool]:
-    """Have a signal come when the function is called next after this update has begun; which updates were finished."""
+    """Send a signal at the function's next call after this update has begun; return the finished updates."""
     function, whole, finished, sent = getattr(owner, name), Updater.update, [], []
 
     def signalling(*arguments: Any, **options: Any) -> Any:
@@ -126,10 +126,10 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     with signals.handle_signals():  # as in another process
         train(make_recipe(), out, resume=True)
     assert f"train: goes on behind step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
-    assert_same_run(uninterrupted, out)  # the checkpoint that was saved early is gone
+    assert_same_run(uninterrupted, out)  # the early checkpoint is gone
 
 
-# --- What else goes on, and from where
+# --- What else can be resumed, and from where
 
 
 def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
@@ -145,7 +145,7 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
     with pytest.raises(UserError, match=r"step 4 is done, and run\.steps is 2; raise it, or go back by --resume-from"):
         train(make_recipe(run={"steps": 2}, **constant), out, resume=True)
     assert what_happened(out) == before
-    # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
+    # One warm-up step of four reaches the full rate at once, so this is the whole run except for its recipe.
     expected = what_happened(uninterrupted)
     assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
 
@@ -153,7 +153,7 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
 def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path
 ) -> None:
-    """Also of a run that is finished; from the step that is named, and from the beginning, to the same bits."""
+    """This holds for a finished run too. It resumes from the named step, and from the beginning, to the same bits."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     damaged = out / "checkpoints" / "step_000004" / "optimizer.safetensors"
     data = bytearray(damaged.read_bytes())
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
         with pytest.raises(UserError, match=rf"{damaged}: damaged or changed.* --resume --resume-from 2"):
             train(make_recipe(), out, resume=True)
     assert what_happened(out) == before
-    train(make_recipe(run={"verify": False}), out, resume=True)  # finished: nothing is trained on it
+    train(make_recipe(run={"verify": False}), out, resume=True)  # finished: nothing is trained from it
     for step in (2, 0):
         seen: list[Progress] = []
         train(make_recipe(), out, resume=True, watch=seen.append, from_step=step)
@@ -177,8 +177,8 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
 def test_what_is_behind_is_forgotten_before_a_run_begins_but_not_what_another_process_has_just_saved(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved between the choice of a checkpoint and the lock; `--resume-from` goes back all the same. Killed before its
-    first step, a run goes on from where it was told to go back to."""
+    """The other process saves between the choice of a checkpoint and the lock; `--resume-from` goes back all the same.
+    A run killed before its first step resumes from the step that was named."""
 
     def reached(*_: Any) -> None:
         raise Killed
@@ -203,19 +203,19 @@ def test_what_is_behind_is_forgotten_before_a_run_begins_but_not_what_another_pr
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
+    """It is saved when evaluated, although no save is due, and kept next to the newest, through a resume."""
     found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
 
     def with_made_up_em(rows: list[Measured]) -> dict[str, Any]:
         return summary_of(rows) | ({"em": next(found), "f1": 0.0} if len(rows) == DEV else {})
 
-    assert DEV != SAMPLES * GROUPS  # how an evaluation is recognised here
+    assert DEV != SAMPLES * GROUPS  # this is how an evaluation is recognised here
     for module in ("train", "metrics"):
         monkeypatch.setattr(f"thresher.engine.training.{module}.summary_of", with_made_up_em)
     run, out = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}, tmp_path / "run"
     constant = {"warmup_ratio": 0.0}
     train(make_recipe(run={**run, "steps": 4}, optim=constant), out)
-    assert steps_saved(out) == [2, 4]  # as good later is no better
+    assert steps_saved(out) == [2, 4]  # an equal later result is not better
     train(make_recipe(run={**run, "steps": 5}, optim=constant), out, resume=True)
     assert steps_saved(out) == [2, 5]
     assert best_checkpoint(out).step == 2
@@ -225,7 +225,8 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
 def test_a_run_with_a_warm_up_goes_on_for_longer(
     make_recipe: Make, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A share of 4 steps is the first one; of 5 it would be two, and the steps that are done would be others."""
+    """A share of 4 steps is the first step. Of 5 steps it would be two, and finished steps would have had other
+    rates."""
     shutil.copytree(uninterrupted, tmp_path / "run")
     train(make_recipe(run={"steps": 5}), tmp_path / "run", resume=True)
     assert "its learning rate is laid out for 4 steps, optim.schedule_steps" in capsys.readouterr().out
@@ -256,7 +257,7 @@ def test_records_that_were_lost_are_noticed(tmp_path: Path, make_recipe: Make, u
         with pytest.raises(UserError, match=r"metrics.jsonl:.* go back by --resume --resume-from STEP"):
             train(make_recipe(), out, resume=True)
         assert (out / "metrics.jsonl").read_bytes() == b"".join(left)
-    train(make_recipe(), out, resume=True, from_step=2)  # told so
+    train(make_recipe(), out, resume=True, from_step=2)  # as requested
     assert [record["step"] for record in metrics(out)] == [1, 2, 2, 3, 4, 4]
 
 

@@ -1,5 +1,5 @@
-"""A training run that depends on others: a retriever's server that is killed, a judge that fails. No step that was
-learned is lost, and the run goes on with the same bits."""
+"""A training run that depends on other processes: a retriever's server that is killed, a judge that fails. No learned
+step is lost, and the run resumes with the same bits."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from thresher.retrieval.serving.client import RemoteRetriever
 
 
 class IndexServer:
-    """An index behind a URL, as a process that can be killed and started again at the same address."""
+    """A process that serves an index at a URL, and can be killed and restarted at the same address."""
 
     def __init__(self, index: Path) -> None:
         self.index, self.port = index, 0
@@ -54,7 +54,7 @@ class IndexServer:
 
 @pytest.fixture
 def index_server(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexServer]:
-    """Asked for everything: so tiny a run would soon have all of its answers in the cache."""
+    """Start a server that is asked for everything: so small a run would soon have all answers in its cache."""
     monkeypatch.setattr("thresher.retrieval.retriever.CACHE_CHARACTERS", -1)
     server = IndexServer(tiny_index_folder)
     yield server
@@ -62,7 +62,7 @@ def index_server(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def at_call(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, do: Callable[[], object]) -> list[int]:
-    """Have `do` called once, before call number `at` of the function; return a list that holds the number of calls."""
+    """Call `do` once, before call number `at` of the function; return a list that holds the number of calls."""
     function, calls = getattr(owner, name), [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -89,8 +89,8 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     index_server: IndexServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A policy that searches at every turn; the server is away for a second in the middle of a step. The run is that of
-    the index in this process, to the bit."""
+    """The policy searches at every turn, and the server is away for a second in the middle of a step. The run equals
+    one with the index in this process, to the bit."""
     (tmp_path / "prompt.txt").write_text("<search> or <answer>: {question}\n")
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(tiny_model_folder)},
@@ -114,7 +114,7 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
 def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, index_server: IndexServer
 ) -> None:
-    """Gone in step 2, when by the recipe there is no checkpoint yet; back at another address."""
+    """The server is gone in step 2, before the recipe's first checkpoint, and returns at another address."""
     out = tmp_path / "run"
 
     def watch(progress: Progress) -> None:
@@ -126,14 +126,14 @@ def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
     assert steps_saved(out) == [1] and {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001"}
     state = json.loads((out / "checkpoints" / "step_000001" / "state.json").read_text())
-    assert re.fullmatch("[0-9a-f]{16}", state["state"]["index"])  # which the server has told
+    assert re.fullmatch("[0-9a-f]{16}", state["state"]["index"])  # sent by the server
     index_server.port = 0
     index_server.start()
     train(make_recipe(retrieval={"index": None, "url": index_server.url}), out, resume=True)
     assert_same_but_for_the_recipe(uninterrupted, out)
 
 
-# As small as a run can be that is compared with another one.
+# The smallest run that can be compared with another one.
 SMALL: dict[str, dict[str, Any]] = {
     "rollout": {"questions_per_step": 1, "group_size": 2},
     "run": {"steps": 1, "eval_questions": 1},
@@ -144,7 +144,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def test_what_fails_for_want_of_others_is_made_up_for_and_costs_no_step_that_was_learned(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """By the recipe there is no checkpoint yet: in the evaluation of step 1, and while step 2 is judged."""
+    """The failures come before the recipe's first checkpoint, in the evaluation of step 1 or while step 2 is judged."""
 
     def fail() -> None:
         raise UserError("http://judge: stayed away for 300 s")
@@ -185,7 +185,7 @@ def test_a_run_is_not_resumed_with_another_index(
 def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
     tmp_path: Path, make_recipe: Make, accuracy: str, script: Callable[..., None]
 ) -> None:
-    """Of every question's samples the first writes an answer, the others none."""
+    """The first sample of every question writes an answer, the others none."""
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
     asked = {"id": "1", "question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
     asked["passages"] = [{"title": "Anna", "text": "Anna is the mayor."}]

@@ -1,4 +1,4 @@
-"""Advantages of a tree's nodes: from trajectories that took turns over to the tokens and weights of an update."""
+"""Advantages of a tree's nodes: from trajectories with inherited turns to the tokens and weights of an update."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,8 @@ RULES: list[dict[str, Any]] = [
 
 @dataclass
 class Forest:
-    """A question's trees: of each node its parent, and the return of a leaf; of each sample, its nodes. Node n's turn
-    is n % 3 + 1 tokens, all n, but those of a tree's prompt have none."""
+    """A question's trees: the parent of each node, the return of each leaf, and the nodes of each sample. Node n's turn
+    has n % 3 + 1 tokens, all equal to n; the node of a tree's prompt has none."""
 
     parents: list[int] = field(default_factory=list)
     returns: list[float | None] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Forest:
         return len(self.parents) - 1
 
     def grow(self, rng: Random, after: tuple[int, int] | None = None) -> None:
-        """Add a sample of one to three turns of its own, which begins a tree or goes on after (sample, turns)."""
+        """Add a sample of one to three turns of its own, which begins a tree or continues after (sample, turns)."""
         path = [self.add(-1)] if after is None else self.paths[after[0]][: after[1] + 1]
         for _ in range(rng.randint(1, 3)):
             path = [*path, self.add(path[-1])]
@@ -77,7 +77,7 @@ class Forest:
 
 @contextmanager
 def free_merges() -> Iterator[None]:
-    """Everything that can be shared is."""
+    """Share everything that can be shared."""
     with patch.object(packing, "MERGE_COST", 0.0), patch.object(packing, "NODE_COST", 0.0):
         yield
 
@@ -104,7 +104,7 @@ def credited(scored: Sequence[Scored], grpo: GrpoSection, tokenizer: Tokenizer) 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_each_token_is_trained_once_by_its_node(rule: dict[str, Any], seed: int, tiny_tokenizer: Tokenizer) -> None:
-    """Weight times advantage of every token is the rule's own of its node, over the length that all of its path has."""
+    """Weight times advantage of every token is the rule's value for its node, divided by the whole path's length."""
     made = forest(seed)
     scored = made.scored()
     own = {"std_floor": rule["std_floor"], "sample_std": True, "eps": rule["std_eps"]} if "std_floor" in rule else {}
@@ -129,7 +129,7 @@ def test_each_token_is_trained_once_by_its_node(rule: dict[str, Any], seed: int,
 
 
 def test_a_mean_over_tokens_counts_each_leafs_path(tiny_tokenizer: Tokenizer) -> None:
-    """The tokens' weights w_n G times 1 / sum |y_i| add up to 1 where a node weighs as its leaves do."""
+    """The tokens' weights w_n G times 1 / sum |y_i| add up to 1 if a node has the weight of its leaves."""
     made = forest(1)
     grpo = GrpoSection(advantage="tree", baseline="group", scale="none", aggregation="token")
     scored = made.scored()
@@ -171,8 +171,8 @@ def test_a_trajectory_without_a_turn_takes_no_part(tiny_tokenizer: Tokenizer) ->
 def test_the_gradient_is_the_sum_over_nodes(
     rule: dict[str, Any], share: bool, tiny_tokenizer: Tokenizer, gradients: dict[str, torch.Tensor]
 ) -> None:
-    """sum over nodes of w_n A_n grad log pi(node | its path), each from a forward of its own, in float64. Sharing
-    computes each token of the forest once."""
+    """The reference is the sum over nodes of w_n A_n grad log pi(node | its path), in float64. Each term comes from a
+    separate forward. Sharing computes each token of the forest once."""
     policy = init_policy(make_config(vocab_size=VOCAB + 2), 0).double().requires_grad_(True)
     names, parameters = zip(*policy.named_parameters(), strict=True)
     made = forest(5)

@@ -1,4 +1,4 @@
-"""A run that trains by trees: what it stores and counts, resumed runs, refilled ones, and one by its tools' record."""
+"""A run that trains by trees: what it stores and counts, resumed and refilled runs, and a replay of its tools."""
 
 from pathlib import Path
 from typing import Any

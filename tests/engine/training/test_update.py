@@ -1,4 +1,4 @@
-"""The update against a float64 brute force of the equation at the top of update.py, and the pieces it is made of."""
+"""The update against a float64 brute force of the equation at the top of update.py, and its parts."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def make_policy(seed: int = 0, tied: bool = False) -> Policy:
-    """A float64 policy of two layers with random weights."""
+    """Return a float64 policy of two layers with random weights."""
     config = make_config(
         vocab_size=COLUMNS, hidden_size=24, intermediate_size=40, tie_word_embeddings=tied, initializer_range=0.3
     )
@@ -81,22 +81,22 @@ def test_the_gradient_is_that_of_the_equation(
     trajectories = spoken(policy, 0, spread, temperature)
     arguments = (policy, reference, trajectories, ADVANTAGES, grpo, temperature)
     loss, expected = brute_force(*arguments)
-    for budget in (1, 10_000):  # a forward for each trajectory, and one for all
+    for budget in (1, 10_000):  # one forward per trajectory, and one for all
         stats = update(*arguments, micro_batch_tokens=budget)
-        # Ten thousand roundings of float64, of some thousand products and sums a row.
+        # Ten thousand roundings of float64, for some thousand products and sums per row.
         assert stats.loss == pytest.approx(float(loss), rel=1e-12, abs=1e-12)
         for name, wanted in expected.items():
             assert (gradients[name] - wanted).norm() <= 1e-12 * wanted.norm(), name
         assert stats.rows == 8 + 3 + 9 and stats.tokens == 17 + 11 + 15
         assert stats.sums["clipped"] > 0
-    # Columns that the tokenizer does not have are no part of the softmax.
+    # Columns that the tokenizer does not have are not part of the softmax.
     assert not gradients["embed_VH" if tied else "untied_head_VH"][VOCAB:].any()
 
 
 @pytest.mark.parametrize("aggregation", ["trajectory", "token"])
 def test_a_folded_trajectory_is_trained_as_its_contexts_apart(gradients: Gradients, aggregation: str) -> None:
-    """Two contexts, an empty third and a trained branch: as written by hand, each context by itself, with the weight
-    of one token in nine of one trajectory in two; the branch has an advantage of its own."""
+    """Two contexts, an empty third and a trained branch equal the hand-written loss of each context by itself. Its
+    weight is that of one token in eleven of one trajectory in two; the branch has its own advantage."""
     policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
     grpo = GrpoSection(beta=0.1, clip_low=0.05, aggregation=aggregation)
     shapes = [FOLDED[:3], FOLDED[3:7], FOLDED[7:], BRANCH, SHAPES[0]]
@@ -104,7 +104,7 @@ def test_a_folded_trajectory_is_trained_as_its_contexts_apart(gradients: Gradien
     folded = replace(first, segments=[*first.segments, *second.segments, *third.segments])
     folded.branches = {"unseen": replace(other), "told": replace(branch, trained=True)}
     count = 3 + 6 + 2
-    # brute_force divides by its own number of trajectories and by each one's tokens: its advantages make up for it.
+    # brute_force divides by its own number of trajectories and the tokens of each; the constant compensates for it.
     wanted, grads = torch.zeros((), dtype=torch.float64), dict[str, torch.Tensor]()
     for context, advantage in zip(apart, (1.3, 1.3, 0.0, -0.7, -0.9), strict=True):
         tokens = len(context.policy_positions())
@@ -127,8 +127,8 @@ def test_a_folded_trajectory_is_trained_as_its_contexts_apart(gradients: Gradien
 
 
 def test_the_gradient_in_float32(gradients: Gradients) -> None:
-    """Over all weights and six rollout batches no further from float64 than four times what autograd is over the same
-    forward in float32."""
+    """Over all weights and six rollout batches, no further from float64 than four times the error of autograd. Autograd
+    uses the same forward in float32."""
     grpo, error, plain_error = GrpoSection(beta=0.2), 0.0, 0.0
     for seed in range(6):
         policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
@@ -163,7 +163,7 @@ def test_statistics_are_sums_and_largest_values_over_the_rows() -> None:
     for value, gradient in (*((name, None) for name in values), ("k3", "k2"), ("none", "k3"), ("k2", "none")):
         same = make_policy(0)  # an update moves the policy
         grpo = GrpoSection(beta=0.1, kl_value=value, kl_gradient=gradient)
-        # Of all micro-batches, here one for each trajectory.
+        # Over all micro-batches, here one per trajectory.
         stats = update(same, reference, trajectories, [0.0] * 3, grpo, micro_batch_tokens=20)
         assert stats.sums == {name: pytest.approx(float(number), rel=1e-6) for name, number in sums.items()}
         expected = {"kl_coefficient_largest": coefficients[gradient or value], "logprob_gap_max": ratio.log()}
@@ -201,7 +201,7 @@ def test_what_follows_the_last_policy_token_changes_no_bit(gradients: Gradients)
     last.ids = [(token + 7) % VOCAB for token in last.ids]
     update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0))
     assert all(torch.equal(gradients[name], first[name]) for name in first)
-    # The same ids said by the policy would be trained.
+    # The same ids from the policy would be trained.
     last.source, last.logprobs = POLICY, [-3.0] * len(last.ids)
     update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0))
     assert not torch.equal(gradients["norm"], first["norm"])
@@ -238,7 +238,7 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
 
 
 def test_the_optimiser_steps_on_the_gradient_clipped_to_the_recipes_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW's first step is nearly the same for a gradient of any size, so the weights alone would not tell."""
+    """AdamW's first step is nearly the same for a gradient of any size, so the weights alone would not show it."""
     policy = make_policy(0)
     trajectories, found, norms = spoken(policy, 0, 0.2), [], []
 
@@ -259,7 +259,7 @@ def test_the_optimiser_steps_on_the_gradient_clipped_to_the_recipes_norm(monkeyp
 def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
     master, policy, grpo = make_policy(0).float(), make_policy(0).bfloat16(), GrpoSection(beta=0)
     before = {name: value.clone() for name, value in master.state_dict().items()}
-    # A step of 1e-6 is lost on a bfloat16 weight of .3 and must not be lost on the float32 one.
+    # A step of 1e-6 is lost on a bfloat16 weight of .3, and must not be lost on the float32 one.
     updater = make_updater(policy, None, grpo, master=master, lr=1e-6)
     updater.update(build_train_sequences(spoken(policy, 0, 0.0), ADVANTAGES, grpo), 0, 1.0)
     for (name, trained), used in zip(master.named_parameters(), policy.parameters(), strict=True):
@@ -274,13 +274,13 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: Gradi
     trajectories = spoken(policy, 3, 0.0, 0.7)
     for trajectory in trajectories:
         for segment in trajectory.segments:
-            # Ratios of about .67 and 1.49 in turn, so that in every trajectory some are clipped and some are not.
+            # Ratios alternate between about .67 and 1.49, so that every trajectory has clipped and unclipped tokens.
             segment.logprobs = [rounded(value + (0.4, -0.4)[n % 2]) for n, value in enumerate(segment.logprobs)]
     grpo = GrpoSection(beta=0.1, tis_level="token", old_logprobs="recomputed", drop_zero_advantage=True)
     items = build_train_sequences(trajectories, [1.3, 0.0, -0.4], grpo)
     items[1] = replace(items[1], importance=[0.5] * 9)
     found, recorders = [], [TokenRecorder(), TokenRecorder()]
-    # One item a micro-batch, and both in one. They are packed longest first: an item's place is not its own.
+    # One item per micro-batch, and both in one. They are packed longest first, so an item's place is not its own.
     for budget, used in ((1, None), (1, recorders[0]), (10_000, recorders[1])):
         make_updater(policy, reference, grpo, micro_batch_tokens=budget).update(items[::-1], 0, 0.7, used)
         found.append(dict(gradients))
@@ -318,14 +318,14 @@ def bare(rows: int, sample: int = 0) -> Trajectory:
 
 
 CONSTANT = GrpoSection(aggregation="constant", aggregation_constant=50.0)
-OF_TEN = LossNormalizer(trajectories=10, tokens=40)  # an optimiser step whose other trajectories are on other ranks
+OF_TEN = LossNormalizer(trajectories=10, tokens=40)  # an optimiser step with further trajectories on other ranks
 
 
 @pytest.mark.parametrize(
     ("grpo", "rows", "totals", "expected"),
     [
         (GrpoSection(), [3, 1, 8], None, [1 / 9, 1 / 3, 1 / 24]),
-        (GrpoSection(), [2, 0, 4], None, [1 / 6, 1 / 12]),  # one without a token counts in the mean, and trains nothing
+        (GrpoSection(), [2, 0, 4], None, [1 / 6, 1 / 12]),  # one without tokens counts in the mean, but trains nothing
         (GrpoSection(aggregation="token"), [3, 1, 8], None, [1 / 12, 1 / 12, 1 / 12]),
         (CONSTANT, [3, 1, 8], None, [1 / 150, 1 / 150, 1 / 150]),
         (GrpoSection(), [3, 5], OF_TEN, [1 / 30, 1 / 50]),
@@ -367,7 +367,7 @@ def test_advantages_are_those_of_the_recipe_within_groups_however_scattered(entr
     ("schedule", "warmup_ratio", "expected"),
     [
         ("constant", 0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("constant", 0.25, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1]),  # 2.5 steps are three
+        ("constant", 0.25, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1]),  # 2.5 steps are rounded to three
         ("linear", 0.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         ("linear", 0.2, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
         ("cosine", 0.0, [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]),
@@ -414,7 +414,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert sum(len(group["params"]) for group in groups) == len(name_of)
 
 
-# --- Attention: chosen when the run is put together, called in every layer, or refused
+# --- Attention: chosen when the run is set up, called in every layer, or refused
 
 
 @pytest.mark.parametrize("name", ["varlen_212", "flash2", "xformers"])

@@ -1,4 +1,4 @@
-"""The search agents' world: a function of its seed, corpora that nest, questions that trusted documents answer."""
+"""The search agents' world: a function of its seed, nested corpora, and questions that trusted documents answer."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
-    """The world of seed 7 at each coverage."""
+    """Make the world of seed 7 at each coverage."""
     folder = tmp_path_factory.mktemp("agents")
     for coverage in COVERAGES:
         invent_agents(folder / str(coverage), 7, coverage, " {text}", SETTINGS)
@@ -35,7 +35,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
 
 
 def facts_of(world: Path) -> dict[bool, dict[tuple[str, str], str]]:
-    """What documents say, (subject, relation) -> object, by whether it is hearsay."""
+    """Return the facts of the documents, (subject, relation) -> object, by whether they are hearsay."""
     found: dict[bool, dict[tuple[str, str], str]] = {False: {}, True: {}}
     for document in read(world / "corpus.jsonl"):
         for subject, verb, relation, object_ in FACT.findall(document["text"]):
@@ -44,7 +44,7 @@ def facts_of(world: Path) -> dict[bool, dict[tuple[str, str], str]]:
 
 
 def answer(question: str, know: Callable[[tuple[str, str]], str | None]) -> str:
-    """What an agent answers that looks up one relation after the other."""
+    """Return the answer of an agent that looks up one relation after the other."""
     entity, *relations = question.removeprefix("What is ").removesuffix("?").split("'s ")
     for relation in relations:
         found = know((entity, relation))
@@ -100,8 +100,8 @@ def test_who_trusts_the_articles_is_right_and_who_trusts_hearsay_is_not(
 ) -> None:
     told = facts_of(worlds[coverage])
     assert share_right(worlds[coverage], "test", told[False].get) == 1.0
-    # Half of the facts are contradicted, so at most a quarter of the paths of two facts has no hearsay on it: 40
-    # questions of such a chance exceed .6 once in 10^6.
+    # Half of the facts are contradicted, so at most a quarter of the paths of two facts has no hearsay: 40 questions
+    # with that chance exceed .6 once in 10^6.
     assert share_right(worlds[coverage], "test", (told[False] | told[True]).get) < 0.6
 
 

@@ -1,4 +1,4 @@
-"""The demo's weights do not depend on how many cores there are, bit for bit: its model computes with one thread."""
+"""The demo's weights do not depend on the number of cores, bit for bit: its model computes with one thread."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ SHORT = (
 
 
 def begun(out: Path, cores: set[int]) -> subprocess.Popen[str]:
-    """A short demo, bound to these cores."""
+    """Start a short demo that is bound to these cores."""
     free = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MKL_NUM"))}
     code = f"import os; os.sched_setaffinity(0, {cores}); from thresher.cli.main import main; main()"
     sets = [part for text in SHORT for part in ("--set", text)]
@@ -30,7 +30,7 @@ def begun(out: Path, cores: set[int]) -> subprocess.Popen[str]:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """SHA-256 of all weights that a demo wrote, and of what it evaluated."""
+    """Return SHA-256 of all weights that a demo wrote, and of its evaluations."""
     (step,) = [
         json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines() if '"threads"' in line
     ]
@@ -45,7 +45,7 @@ def test_one_core_and_two_give_the_same_bits(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("there is one core")
-    # At the same time: most of it is making the world, which is nobody's claim here.
+    # Run at the same time: most of it makes the world, which is not tested here.
     running = [begun(tmp_path / "one", {cores[0]}), begun(tmp_path / "two", set(cores))]
     said = [process.communicate()[1] for process in running]
     for process, error in zip(running, said, strict=True):

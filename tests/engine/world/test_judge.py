@@ -1,4 +1,4 @@
-"""The invented world's judge: labels say what the facts say, and what is trained is read as any classifier."""
+"""The invented world's judge: labels agree with the facts, and the trained model loads like any classifier."""
 
 import random
 from pathlib import Path

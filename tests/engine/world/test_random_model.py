@@ -14,7 +14,7 @@ from thresher.policy.tokenizer import Tokenizer
 
 @pytest.fixture
 def here(tmp_path: Path, tiny_tokenizer: Tokenizer) -> Path:
-    """A config, a tokenizer of 380 tokens, and texts to train another on, one of the files being damaged."""
+    """Return a folder with a config, a tokenizer of 380 tokens, and texts to train another on, one file damaged."""
     tiny_tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "texts.jsonl").write_text('{"title": "Anna", "text": ["Anna lives.", {"more": "Anna, Anna!"}]}\n')
@@ -42,7 +42,7 @@ def test_a_trained_tokenizer_decides_the_vocabulary_and_its_end(here: Path) -> N
     config, tokenizer = load_policy(here / "new").config, load_tokenizer(here / "new")
     assert config.vocab_size % 16 == 0 and 0 <= config.vocab_size - tokenizer.vocab_size < 16
     assert config.eos_token_ids == (tokenizer.added_tokens["<|endoftext|>"],)
-    assert len(tokenizer.encode("Anna")) == 1  # every string of a record is learnt from, however deep
+    assert len(tokenizer.encode("Anna")) == 1  # every string of a record is learnt from, however deeply nested
 
 
 def test_a_key_that_the_config_brings_or_that_is_known_may_be_set(here: Path) -> None:
@@ -117,7 +117,7 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
 def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
     before = sorted(here.rglob("*"))
     spelled = [part.format(here=here) for part in arguments]
-    # Of a flag that is given twice, the last counts.
+    # If a flag is given twice, the last one counts.
     assert cli.run(["init", "--config", str(here / "config.json"), "--out", str(here / "new"), *spelled]) == 2
     message = capsys.readouterr().err
     assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message

@@ -1,5 +1,5 @@
-"""Test the demo of a pretrained model: its articles, its split of a user's questions, what it shows, and that it goes
-on. The model here is tiny and was taught nothing of the task."""
+"""Test the demo of a pretrained model: its articles, its split of a user's questions, its output, and its resumption.
+The model here is tiny and untaught."""
 
 import json
 import re
@@ -36,14 +36,14 @@ def files(once: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small numbers of the demo."""
+    """Make the demo small."""
     monkeypatch.setattr(invent_articles, "__defaults__", (SMALL,))
     monkeypatch.setattr(before_after, "HELD_OUT", 9)
     monkeypatch.setattr(before_after, "TO_TRAIN", 6)
 
 
 def facts_told(passage: str) -> list[tuple[str, str, str]]:
-    """(subject, relation, object) of every sentence of an article, read by its words alone."""
+    """Return (subject, relation, object) of every sentence of an article, read only from its words."""
     name = r"(?:The )?[A-Z][a-z]+ [A-Z][a-z]+"
     opening = re.match(rf"({name}) is a (\w+)\. ", passage)
     assert opening
@@ -63,7 +63,7 @@ def facts_told(passage: str) -> list[tuple[str, str, str]]:
 
 
 def answers(asked: str, told: set[tuple[str, str, str]]) -> set[str]:
-    """All answers that facts allow a question, found by its words alone."""
+    """Return all answers to a question that the facts allow, found only from its words."""
     for relation, (question, _) in ASKED.items():
         if match := re.fullmatch(re.escape(question).replace(r"\{s\}", "(.+)"), asked):
             return {object_ for name in named(match[1], told) for s, r, object_ in told if (s, r) == (name, relation)}
@@ -71,7 +71,7 @@ def answers(asked: str, told: set[tuple[str, str, str]]) -> set[str]:
 
 
 def named(words: str, told: set[tuple[str, str, str]]) -> set[str]:
-    """The entities that a subject's words stand for."""
+    """Return the entities that a subject's words denote."""
     for relation, (_, phrase) in ASKED.items():
         if match := re.fullmatch(re.escape(phrase).replace(r"\{s\}", "(.+)"), words):
             return {object_ for s, r, object_ in told if (s, r) == (match[1], relation)}
@@ -154,7 +154,7 @@ def test_a_file_of_questions_is_split_at_random(
     assert a == b != c
     train, test = (read_questions(tmp_path / "a" / f"{split}.jsonl") for split in ("train", "test"))
     assert len(test) == 9 and not {q.question for q in train} & {q.question for q in test}
-    assert len(train) in (51, 52)  # without one that is asked in the test
+    assert len(train) in (51, 52)  # without a question that is asked in the test
     with pytest.raises(UserError, match=r"few\.jsonl: holds 10 questions with 1 to train on .* at least 15 different"):
         split_questions(write(tmp_path / "few.jsonl", given[:10]), tmp_path / "few", 0)
     bare = [{key: value for key, value in record.items() if key != "passages"} for record in given]
@@ -191,7 +191,7 @@ def test_a_model_learns_from_articles_or_from_given_questions(
     questions = ["--questions", str(files / "train.jsonl")] if given else []
     words = ["demo", "--model", str(tiny_model_folder), *questions, "--out", str(out), "--seed", "3"]
     words += [part for text in SHORT for part in ("--set", text)]
-    # Killed behind the first step, on another kind of processor.
+    # Killed after the first step, on another kind of processor.
     with monkeypatch.context() as patch:
         patch.setattr("thresher.engine.world.stages.cpu_dtype", lambda: "float32")
         patch.setattr("thresher.engine.training.train.Trainer._evaluation_due", stop_at_one)

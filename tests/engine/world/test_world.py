@@ -1,6 +1,6 @@
 """Test the invented world: held-out entities are held out of everything, every answer follows from the facts, every
-form of a transcript is one that its system's own grammar and reward accept, and numbers that are trained are those
-asked for."""
+transcript form is accepted by its system's own grammar and reward, and the numbers trained on are the requested
+ones."""
 
 import json
 import random
@@ -53,13 +53,13 @@ COUNTS = {"people": 24, "places": 16, "works": 20, "pieces": 14, "warmup_worlds"
 SMALL = Size(**COUNTS, train_questions=80, test_questions=30, dev_questions=20, aware=0.5)
 WORLDS = invent(SMALL, 5)
 FORMAT = " {text}"
-PLAIN = ("corpus.jsonl", "test.jsonl", "train.jsonl", "warmup.jsonl")  # what is written without --forms
+PLAIN = ("corpus.jsonl", "test.jsonl", "train.jsonl", "warmup.jsonl")  # files written without --forms
 NAME = r"[A-Z][a-z]+ [A-Z][a-z]+"
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
 def worlds(request: pytest.FixtureRequest) -> InventedWorlds:
-    """The demo's own size and seeds."""
+    """Return a world of the demo's own size and seeds."""
     return invent(Size(), request.param)
 
 
@@ -83,7 +83,7 @@ def questions(world: InventedWorld, *given: Any) -> list[Question]:
 
 
 def walk(world: InventedWorld, text: str) -> str:
-    """The answer to a question, found by its words alone."""
+    """Return the answer to a question, found only from its words."""
     match = re.fullmatch(rf"What is ((?:the \w+ of )+)({NAME})\?", text)
     assert match, text
     entity = match[2]
@@ -112,7 +112,7 @@ def test_a_world_has_its_size_and_held_out_entities_apart(worlds: InventedWorlds
     order = passages([worlds.train, worlds.test], 0)
     assert len(order) == 3 * (240 + 160 + 240)
     assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
-    # Their order tells nothing.
+    # The order of passages reveals nothing.
     held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]
     half = len(held_out) // 2
     assert abs(sum(held_out[:half]) - sum(held_out[half:])) < 0.1 * len(held_out)
@@ -120,7 +120,7 @@ def test_a_world_has_its_size_and_held_out_entities_apart(worlds: InventedWorlds
 
 def test_the_warm_up_never_uses_a_held_out_name(worlds: InventedWorlds, files: Path) -> None:
     assert not any(world.kinds.keys() & worlds.test.kinds.keys() for world in worlds.warmup)
-    assert len({frozenset(world.kinds) for world in worlds.warmup}) == len(worlds.warmup)  # each its own names
+    assert len({frozenset(world.kinds) for world in worlds.warmup}) == len(worlds.warmup)  # each has its own names
     held_out = WORLDS.test.kinds.keys()
     written = "".join((files / f"{name}.jsonl").read_text("utf-8") for name in ("warmup", "train", "forms"))
     assert len(held_out) == 15 and not any(name in written for name in held_out)
@@ -134,11 +134,11 @@ def test_golds_follow_from_the_facts(worlds: InventedWorlds, part: str) -> None:
     asked = questions(world, 200, 0.67, 0, part)
     for question in asked:
         assert question.golds == (walk(world, question.question),)
-        assert question.golds[0] not in question.question  # and is not given away
+        assert question.golds[0] not in question.question  # the answer is not given away
         assert question.metadata["hops"] == question.question.count(" of ")
     assert len({question.question for question in asked}) == len({question.id for question in asked}) == 200
     assert sum(question.metadata["hops"] == 2 for question in asked) == 134
-    # In no order: hops are mixed.
+    # Hops are mixed, in no order.
     assert 40 < sum(question.metadata["hops"] == 2 for question in asked[:100]) < 94
 
 
@@ -179,7 +179,7 @@ def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
     for name, world, count in (("train", WORLDS.train, 80), ("test", WORLDS.test, 30)):
         asked = read_questions(files / f"{name}.jsonl")
         assert asked == questions(world, count, SMALL.two_hop, 5, name) and len(asked) == count
-    # A query of relation and name finds its own fact first, for that is what the questions come down to.
+    # A query of relation and name finds its own fact first, because the questions depend on such queries.
     build(files / "corpus.jsonl", tmp_path / "index", embed="title+text")
     index = load_index(tmp_path / "index")
     known = list(WORLDS.test.facts.values())
@@ -211,7 +211,7 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
             _, (start, end), *_ = telling["copied"]
             name = telling["text"][start:end]
             assert re.fullmatch(rf" {NAME}", name)
-            # What is copied stands in the passage that the query asked for.
+            # A copied name is in the passage that the query asked for.
             (query,) = re.findall(r"<search> (.*?) </search>", asking["text"])
             relation, subject = query.split(" of ")
             assert f" {subject} has {relation}{name}." in text.split("\n")
@@ -228,7 +228,7 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
 def test_only_aware_transcripts_follow_their_question(
     aware: float, low: float, high: float, searches: set[int]
 ) -> None:
-    """Blind ones end at the right name now and then, by chance."""
+    """Blind transcripts end at the right name now and then, by chance."""
     size = Size(people=24, places=16, works=20, pieces=14, aware=aware)
     world = invent(size, 0).train
     records = transcripts(world, 300, size, 0, lambda queries: ["-"] * len(queries))
@@ -246,7 +246,7 @@ def test_every_copied_name_stands_above(files: Path) -> None:
             text, copied = segment["text"], segment.get("copied", [])
             names = [text[start:end] for start, end in copied]
             assert all(name in above for name in names)
-            # And no name of a policy's turn is left out.
+            # No name of a policy's turn is left out.
             if segment["source"] == "policy":
                 assert names == re.findall(rf" {NAME}", text.replace("First ", "").replace("Then ", ""))
             above += text
@@ -279,7 +279,7 @@ def test_given_questions_hold_what_answers_them(files: Path) -> None:
         gold = [question.passages[number - 1].text for number in question.gold_indices]
         assert len(gold) == question.metadata["hops"] and any(question.golds[0] in text for text in gold)
         places.update(question.gold_indices)
-    assert places == {1, 2, 3, 4, 5, 6}  # the order of the passages tells nothing
+    assert places == {1, 2, 3, 4, 5, 6}  # the order of the passages reveals nothing
 
 
 def test_a_checkpoint_is_chosen_by_other_questions_than_it_is_tested_on(files: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_chosen_by_other_questions_than_it_is_tested_on(files: P
     assert [question.question for question in dev] == [question.question for question in given]
     assert len({question.question for question in (*dev, *test)}) == SMALL.dev_questions + SMALL.test_questions
     assert len({question.id for question in (*dev, *test)}) == len(dev) + len(test)
-    # Of the same entities: those that no training question is about.
+    # The same entities: those of no training question.
     held_out = WORLDS.test.kinds
     assert all(question.golds[0] in held_out for question in dev)
     assert {question.metadata["hops"] for question in dev} == {1, 2}
@@ -295,13 +295,13 @@ def test_a_checkpoint_is_chosen_by_other_questions_than_it_is_tested_on(files: P
 
 @pytest.mark.parametrize("name", [*SEARCHING, *GIVEN])
 def test_a_form_is_one_its_system_rewards(name: str, files: Path) -> None:
-    """Judged by the system's own reward with what was asked as gold: aware transcripts get the whole of it."""
+    """Judged by the system's own reward with the transcript's answer as gold: aware transcripts get the full reward."""
     system = load_system(name, {})
     records = [record for record in of_form(files, name) if name != "eviomni" or record["id"].endswith("-0")]
     assert len(records) == 80
     rewards = []
     for record in records:
-        # What a transcript answers is right by its own last fact; the golds of what it was asked are another matter.
+        # A transcript's answer is right by its own last fact; the golds of its question may differ.
         answer = record["segments"][-1]["text"].partition("<answer>")[2].partition("</answer>")[0].strip()
         branches = {}
         if name == "eviomni":
@@ -323,13 +323,13 @@ def test_a_form_is_one_its_system_rewards(name: str, files: Path) -> None:
         assert result.parts["em"] == 1 and result.parts.get("format", 1) == 1, record
         rewards.append(result.reward)
     assert max(rewards) > 0.8
-    if name == "evinote":  # some notes lack a mark, which is there to be learned
+    if name == "evinote":  # some notes lack a mark, which has to be learned
         notes = ["- the rest" in json.dumps(record) for record in records]
         assert any(notes) and not all(notes)
 
 
 def test_the_prompts_tokens_are_the_rollouts(files: Path) -> None:
-    """A transcript's prompt segments, encoded one by one, are what the renderer makes of template and question."""
+    """A transcript's prompt segments, encoded one by one, equal the renderer's result for template and question."""
     from thresher.engine.episode import Prompt
     from thresher.retrieval.passages import Passage
 
@@ -359,7 +359,7 @@ def test_forms_repeat_and_blindness_is_what_aware_leaves() -> None:
     first, again = (warmup_transcripts(world, "search_r1", 200, SMALL, 3, shown) for _ in range(2))
     assert first == again
     searches = [sum(segment["source"] == "policy" for segment in record["segments"]) - 1 for record in first]
-    assert set(searches) == {1, 2, 3} and 0.1 < searches.count(2) / 200 < 0.5  # two only where the question is followed
+    assert set(searches) == {1, 2, 3} and 0.1 < searches.count(2) / 200 < 0.5  # two only if the question is followed
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -370,7 +370,7 @@ def test_the_numbers_are_those_of_the_facts_asked_for(stage: str) -> None:
     lengths = set()
     for record in records[::2]:
         _, listed, _, *asked = record["segments"]
-        # What stands before a number, up to the line's number: a relation, and its subject where titles are shown.
+        # The text before a number, up to the line's number: a relation, and its subject where titles are shown.
         titles = {number: words for words, number in re.findall(r"^ (?:(.+?))([1-6])(?: .*)?$", listed["text"], re.M)}
         numbers = {word: number for number, words in titles.items() for word in (words, words.rpartition(", ")[2])}
         words = ""
@@ -381,9 +381,9 @@ def test_the_numbers_are_those_of_the_facts_asked_for(stage: str) -> None:
             said = words.strip(" [\n]").removesuffix("<relevance>").strip().removesuffix("?")
             *outer, inner = said.removeprefix("What is the ").split(" of ")
             title = titles[segment["text"]]
-            if not outer:  # the relation alone
+            if not outer:  # only the relation
                 assert numbers[inner] == segment["text"]
-            elif ", " not in words:  # the first number: the fact about what is named
+            elif ", " not in words:  # the first number: the fact about the named entity
                 assert title == f"{inner}, {outer[-1].removeprefix('the ')}"
                 first = re.search(rf"{title}{segment['text']} .* has .*? (\w+ \w+)\.$", listed["text"], re.M)
             else:
@@ -407,7 +407,7 @@ def test_the_last_stage_names_the_facts_in_the_order_of_their_use() -> None:
 def test_a_stage_reads_what_the_one_before_wrote(tmp_path: Path, files: Path) -> None:
     (tmp_path / "data").symlink_to(files)
     shared, stages = world_stages(tmp_path, 1), world_stages(tmp_path, 1, base="numbered")
-    assert stages[: len(shared)] == shared  # the shared base's commands, unchanged
+    assert stages[: len(shared)] == shared  # the commands of the shared base, unchanged
     model = f"{tmp_path}/base1"
     for words in stages[len(shared) :]:
         options = build_parser().parse_args(words)

@@ -1,4 +1,4 @@
-"""Fixtures of attention's kernels."""
+"""Fixtures of the attention kernels' tests."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,6 @@ from interpreter import poisoned_memory
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """What torch hands out unwritten is NaN, or the largest integer."""
+    """Fill memory that torch returns uninitialised with NaN, or with the largest integer."""
     with poisoned_memory():
         yield

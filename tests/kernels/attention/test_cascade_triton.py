@@ -1,6 +1,6 @@
-"""Decoding with a prefix that several sequences share, read once, and the merge of all parts: right against float64.
+"""Tests of decoding with a shared prefix that is read once, and of the merge of all parts: results against float64.
 
-The sequences' own keys are test_decode_triton.py's. Everything that is not to be read is NaN (cached_cases.py).
+test_decode_triton.py tests the sequences' own keys. All memory that must not be read is NaN (cached_cases.py).
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from thresher.kernels.attention import cascade_triton, decode_triton
 from thresher.kernels.attention.paged_cuda import decode_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
-# Two groups, one of which does not begin at its lowest number; 2 has no prefix.
+# Two groups, one of which does not start with its lowest index; sequence 2 has no prefix.
 LENGTHS = [70, 130, 20, 66, 129]
 
 
@@ -30,7 +30,7 @@ def groups(length: int) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.fast_cases(2)
 def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, poisoned: None) -> None:
-    """Ragged groups, one that does not exist, D 64 and 128; a prefix of 48 keys ends within a step."""
+    """Groups are ragged, one is empty, D is 64 or 128; a prefix of 48 keys ends within a step."""
     dim = 64 if per_kv % 2 else 128
     case = CachedCase((per_kv, 1, dim), slots, LENGTHS, groups(48 if slots == 16 else 128))
     q_BQND, rows, judged = case.decode([1] * 5, 1, share=True)
@@ -41,7 +41,7 @@ def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, poisoned: 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.fast_cases(1)
 def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, poisoned: None) -> None:
-    """Two KV heads; with 5 x 7 rows of three members a tile ends within a member. One member is absent."""
+    """Two KV heads; with 5 x 7 rows for each of three members a tile ends within a member. One member is absent."""
     lengths = [70, 90, 75, 140]
     case = CachedCase((14, 2, 24), 16, lengths, [(64, [2, 0, 1])])
     q_BQND, rows, judged = case.decode([queries, 0, 1, queries - 1], queries, share=True)
@@ -49,7 +49,7 @@ def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, poiso
 
 
 def test_with_and_without_the_pass_for_prefixes_the_rows_agree() -> None:
-    """Both are off by rounding alone, from the same truth; the number of parts is the launcher's own choice."""
+    """Both differ from float64 by rounding alone; the launcher chooses the number of parts."""
     case = CachedCase((6, 2, 32), 64, LENGTHS, groups(128))
     for share in (False, True):
         q_BQND, rows, judged = case.decode([2, 1, 2, 1, 0], 2, share=share)
@@ -57,7 +57,7 @@ def test_with_and_without_the_pass_for_prefixes_the_rows_agree() -> None:
 
 
 def test_a_prefix_is_read_once_and_not_by_its_members() -> None:
-    """Its keys lie where no member's own table leads to."""
+    """The members' own tables do not contain the blocks of the prefix."""
     case = CachedCase((4, 2, 32), 16, [70, 90], [(64, [0, 1])])
     q_BQND, rows, judged = case.decode([1, 1], 1, share=True)
     hidden = rows.table_BP.clone()
@@ -66,7 +66,7 @@ def test_a_prefix_is_read_once_and_not_by_its_members() -> None:
 
 
 def test_a_tile_without_a_member_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 places for members under 7 heads, a group of three fills one tile of two."""
+    """With 16 slots for members and 7 heads, a group of three fills one tile of two."""
     made: list[cascade_triton.PassParts] = []
     plain = cascade_triton._new_parts
 
@@ -89,7 +89,7 @@ def test_a_tile_without_a_member_leaves_early(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_groups_that_do_not_exist_change_nothing(poisoned: None) -> None:
-    """A bucket without any shared prefix: lengths 0, and members of earlier steps."""
+    """A bucket without a shared prefix has lengths 0, and members left from earlier steps."""
     case = CachedCase((4, 2, 32), 16, [70, 90], [(64, [0, 1])])
     q_BQND, rows, judged = case.decode([1, 1], 1, share=True)
     assert rows.prefix is not None and rows.first_B is not None
@@ -108,7 +108,7 @@ def test_more_parts_than_are_merged_at_a_time() -> None:
 
 
 def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU runs on float32; the interpreter otherwise takes the tilings of bfloat16."""
+    """Check the tiling that a GPU uses for float32; the interpreter otherwise uses those of bfloat16."""
     monkeypatch.setattr(cascade_triton, "prefix_tiling", lambda _: decode_triton.FLOAT32)
     case = CachedCase((7, 1, 64), 64, LENGTHS[:2] + LENGTHS[3:], [(64, [0, 1, 2])])
     q_BQND, rows, judged = case.decode([1] * 4, 1, share=True)

@@ -1,7 +1,7 @@
-"""Decoding over blocks of a cache in Triton: right against float64 however it is cut.
+"""Tests of decoding over blocks of a KV cache in Triton: results against float64 for any way to divide the keys.
 
-What a program reads of a sequence's own keys; prefixes that several share are in test_cascade_triton.py. Everything
-that is not to be read is NaN (cached_cases.py).
+Only a sequence's own keys are tested here; shared prefixes are in test_cascade_triton.py. All memory that must not be
+read is NaN (cached_cases.py).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from thresher.kernels.attention import decode_triton
 from thresher.kernels.attention.paged_cuda import decode_attention
 from thresher.kernels.attention.rows import DecodeRows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 BORDERS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]
 
@@ -28,7 +28,7 @@ BORDERS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]
 @pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.fast_cases(3)
 def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
-    """And any number of parts, with lengths on both sides of a block's end; D 64 and 128."""
+    """The number of parts varies too, lengths are on both sides of a block's end, and D is 64 or 128."""
     rng = Random(10 * per_kv + slots)
     case = CachedCase((2 * per_kv, 2, 64 if per_kv % 2 else 128), slots, rng.sample(BORDERS, 2))
     q_BQND, rows, judged = case.decode([1, 1], 1)
@@ -48,7 +48,7 @@ def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, po
 @pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.fast_cases(2)
 def test_drafts_see_what_lies_before_them(queries: int, per_kv: int, slots: int, poisoned: None) -> None:
-    """Tiles of 16, 32 and 64 rows, and two of them; absent rows are zeros, whatever q holds there."""
+    """Tiles have 16, 32 and 64 rows, one tile or two; absent rows give zeros, whatever q holds there."""
     case = CachedCase((per_kv, 1, 24), slots, [66, 9, 130, 64])
     q_BQND, rows, judged = case.decode([queries, 0, 1, queries - 1], queries)
     for splits in (1, 2):
@@ -56,7 +56,7 @@ def test_drafts_see_what_lies_before_them(queries: int, per_kv: int, slots: int,
 
 
 def test_a_draft_whose_part_holds_only_later_keys_adds_nothing() -> None:
-    """The second part of three rows at 62, 63 and 64 is one key, which the first two do not see."""
+    """Of three rows at 62, 63 and 64 the second part is one key, which the first two rows do not see."""
     case = CachedCase((2, 1, 32), 64, [65])
     q_BQND, rows, judged = case.decode([3], 3)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
@@ -68,7 +68,7 @@ def test_a_draft_whose_part_holds_only_later_keys_adds_nothing() -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_filling_of_a_bucket_reads_nothing(splits: int, poisoned: None) -> None:
-    """Count 0, a table of zeros, and a position that some sequence before it had."""
+    """A padding row has count 0, a table of zeros, and possibly the position of an earlier sequence."""
     q_BQND = torch.full((2, 2, 4, 32), torch.nan, device=DEVICE)
     cache = torch.full((1, 2, 16, 32), torch.nan, device=DEVICE)
     rows = DecodeRows(torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), ints([1000, 0]), ints([0, 0]), None, None)
@@ -87,7 +87,7 @@ def test_queries_and_tables_may_be_views_of_something_wider() -> None:
 
 
 def test_keys_before_the_first_are_left_out() -> None:
-    """As they are where a prefix pass has them: row for row what a sequence without them gives."""
+    """As with a prefix pass: each row equals that of a sequence without these keys."""
     case = CachedCase((4, 2, 32), 16, [80])
     q_BQND, rows, _ = case.decode([1], 1)
     late = DecodeRows(rows.table_BP, rows.start_B, rows.count_B, ints([48]))
@@ -97,7 +97,7 @@ def test_keys_before_the_first_are_left_out() -> None:
 
 
 def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU runs on float32; the interpreter otherwise takes the tilings of bfloat16."""
+    """Check the tiling that a GPU uses for float32; the interpreter otherwise uses those of bfloat16."""
     monkeypatch.setattr(decode_triton, "decode_tiling", lambda *_: decode_triton.FLOAT32)
     case = CachedCase((14, 2, 64), 64, [65, 130])
     q_BQND, rows, judged = case.decode([2, 3], 3)
@@ -105,8 +105,8 @@ def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bfloat16_is_as_near_as_torch_is() -> None:
-    """Against float64 on the same rounded numbers, within 3.5 times what torch's own attention in bfloat16 is off by:
-    scores are so large that to round them would cost more. Stores are rounded to nearest, as on a GPU."""
+    """The error against float64 on the same rounded inputs is within 3.5 times that of torch's attention in bfloat16.
+    Scores are large enough that rounding them would cost more. Stores round to nearest, as on a GPU."""
     case = CachedCase((12, 2, 128), 64, [129, 64])
     case.qkv = [tuple(x.bfloat16().float() for x in (4 * q, k, v)) for q, k, v in case.qkv]  # type: ignore[misc]
     for number in range(2):
@@ -120,7 +120,7 @@ def test_bfloat16_is_as_near_as_torch_is() -> None:
 
 
 def _torch_row(case: CachedCase, number: int) -> Tensor:
-    """A sequence's last row by torch in bfloat16, [1, N, D]."""
+    """Return a sequence's last row, computed by torch in bfloat16, [1, N, D]."""
     q, k, v = (x.bfloat16().transpose(0, 1)[None] for x in case.qkv[number])
     o = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)
     return o[0].transpose(0, 1)

@@ -1,7 +1,7 @@
-"""Attention over a forest in Triton: against float64 products under the mask that `end_T` is, output, log-sum-exp and
-gradients; and its lists of tiles against that mask.
+"""Tests of attention over a forest in Triton: output, log-sum-exp and gradients against float64 products under the mask
+that `end_T` defines; and its lists of tiles against that mask.
 
-Limits are what float32 sums may be off by, and roundings to bfloat16 where there are any: of p and ds, and of results.
+Limits are the errors of float32 sums, plus roundings to bfloat16 where they occur: of p and ds, and of results.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from thresher.kernels.attention.forest_triton import Tilings, TritonForest, fore
 from thresher.kernels.attention.parts import MatmulAttention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Forest = tuple[list[int], list[int]]
@@ -37,13 +37,13 @@ FORESTS: dict[str, Forest] = {
     "multiples of tiles": ([64, 32, 32], [-1, 0, 0]),
     "apart": ([31, 1, 33], [-1, -1, -1]),
 }
-# Tiles that small forests are cut by, rows and keys unlike.
+# Tilings for small forests, with different numbers of rows and keys.
 SMALL = Tilings(KeyTiling(32, 16, 4, 2), KeyTiling(16, 32, 4, 2), KeyTiling(32, 16, 4, 2))
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> Forest:
-    """Any parents that are a preorder: those of a segment are on the path to the one before it."""
+    """Draw any parents in preorder: a segment's parent is on the path to the previous segment."""
     lengths: list[int] = []
     parents: list[int] = []
     path: list[int] = []
@@ -56,7 +56,7 @@ def forests(draw: st.DrawFn) -> Forest:
 
 
 def given_tensors(count: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v as views of one projection, and the output's gradient."""
+    """Return q, k and v as views of one projection, and the output's gradient."""
     noise = torch.Generator().manual_seed(count)
     n, kv, dim = heads
     qkv = torch.randn(count, n + 2 * kv, dim, generator=noise).mul(1.5).to(DEVICE, dtype)
@@ -65,8 +65,8 @@ def given_tensors(count: int, heads: tuple[int, int, int], dtype: torch.dtype) -
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, end_T: Tensor) -> tuple[list[Tensor], list[float]]:
-    """(o, e, dq, dk, dv) in float64, head by head; and by how much of a unit the norms of o, dq, dk and dv are off
-    where o is rounded before do . o is taken: do . v - do . o may be small, and both not."""
+    """Return (o, e, dq, dk, dv) in float64, head by head, and the error of o, dq, dk and dv, norms in roundings, from
+    rounding o before do . o: do . v - do . o may be small while both terms are not."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
     place = torch.arange(len(q), device=q.device)
     seen = (place <= place[:, None]) & (place[:, None] < end_T)
@@ -98,7 +98,7 @@ def found_by(inputs: Sequence[Tensor], layout: PrefixForest) -> list[Tensor]:
 
 
 def check(forest: Forest, heads: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
-    """Hold output, log-sum-exp and gradients to float64."""
+    """Compare output, log-sum-exp and gradients with float64."""
     layout = PrefixForest(*forest, DEVICE, TritonForest())
     inputs = given_tensors(len(layout.positions_T), heads, dtype)
     (out, lse, *gradients), more = products(*inputs, layout.end_T)
@@ -107,13 +107,13 @@ def check(forest: Forest, heads: tuple[int, int, int], dtype: torch.dtype = torc
     assert tilings == lists.tilings
     _, lse_NT = forest_forward(*inputs[:3], lists)
     assert lse_NT.dtype == torch.float32
-    # A score is D terms of order 1.5^2, some standard deviations out; e is of that order, and a sum of T terms.
+    # A score has D terms of order 1.5^2, some standard deviations out; e is of that order, and a sum of T terms.
     torch.testing.assert_close(lse_NT.T.double(), lse, rtol=2**-20, atol=2**-24 * heads[2] * 1.5**2 * 4)
 
 
 def holds(found: Sequence[Tensor], right: Sequence[Tensor], more: Sequence[float], dim: int) -> None:
-    """float32: scores, of size 10 here, are off by some 2^-24 D^1/2 each and so their exponentials, of themselves; a
-    gradient subtracts two of them. bfloat16: o, p and ds are rounded once, and results; the interpreter cuts off."""
+    """Compare errors with limits. float32: scores, of size 10 here, are off by about 2^-24 D^1/2, so are exponentials,
+    relatively; a gradient subtracts two. bfloat16: o, p, ds and results are rounded once; the interpreter truncates."""
     unit = 2.0**-8 if found[0].dtype == torch.bfloat16 else 2.0**-24 * dim**0.5
     for got, expected, extra in zip(found, right, more, strict=True):
         assert got.dtype == found[0].dtype
@@ -137,7 +137,7 @@ def test_any_forest_is_right(forest: Forest, dtype: torch.dtype, small_tiles: No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.fast_cases(4)
 def test_any_heads_are_right(heads: tuple[int, int, int], dtype: torch.dtype, poisoned: None) -> None:
-    """With the tilings that they get."""
+    """Each shape runs with its own tilings."""
     check(FORESTS["wide"], heads, dtype)
 
 
@@ -154,7 +154,7 @@ def test_random_forests_are_right(forest: Forest) -> None:
 @given(forest=forests(), rows=st.sampled_from([1, 4, 16, 64]), keys=st.sampled_from([1, 4, 16, 64]))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_lists_are_the_mask(forest: Forest, rows: int, keys: int) -> None:
-    """Each pair of tiles with something to see is listed once, and whole where all is seen."""
+    """Each pair of tiles with visible keys is listed once, and marked as whole if all are visible."""
     layout = PrefixForest(*forest)
     end_T, T = layout.end_T.numpy().astype(np.int32), len(layout.end_T)
     place = np.arange(T)
@@ -199,7 +199,7 @@ def test_it_agrees_with_the_parts(small_tiles: None) -> None:
 
 
 def test_any_strides_are_read(small_tiles: None) -> None:
-    """A last axis that is not dense is copied; a gradient that is one number, spread out, too."""
+    """A last axis that is not dense is copied, as is an expanded scalar gradient."""
     layout = PrefixForest(*HAND, DEVICE, TritonForest())
     inputs = given_tensors(15, (4, 2, 16), torch.float32)
     turned = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in inputs]
@@ -212,7 +212,7 @@ def test_any_strides_are_read(small_tiles: None) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="as large as a GPU's")
 @pytest.mark.parametrize("heads", [(14, 2, 64), (12, 2, 128)], ids=str)
 def test_sixteen_thousand_tokens(heads: tuple[int, int, int]) -> None:
-    """Trees do not see each other: the first and the last are held to float64, each by itself. Bits repeat."""
+    """Trees do not see each other: the first and the last are compared with float64 separately. Bits repeat."""
     shapes = [1000, 300, 307, 314, 129, 64, 321, 328, 335, 342, 349]
     lengths, parents = [], []
     for tree in range(4):

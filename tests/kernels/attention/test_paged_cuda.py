@@ -1,4 +1,4 @@
-"""The torch reference of attention to a cache: against the formula, against paged_cpu.py, and what is refused."""
+"""Tests of the torch reference of attention to a KV cache: against the formula and paged_cpu.py, and refusals."""
 
 from dataclasses import replace
 
@@ -38,9 +38,9 @@ def test_the_reference_with_shared_prefixes_is_right_and_in_float64_exact() -> N
 
 
 def test_the_reference_agrees_with_paged_attention() -> None:
-    """The same rows of the same cache, in the layouts of the two."""
+    """Both compute the same rows of the same cache, each in its own layout."""
     case = CachedCase(HEADS, 16, [40, 65, 16])
-    case.k_PKSD.nan_to_num_(7.0), case.v_PKSD.nan_to_num_(7.0)  # paged_cpu.py asks for finite numbers
+    case.k_PKSD.nan_to_num_(7.0), case.v_PKSD.nan_to_num_(7.0)  # paged_cpu.py requires finite numbers
     counts, heads = [3, 65, 1], CacheShape(HEADS[0], HEADS[1], 16)
     q_TND, runs, judged = case.prefill(counts, gap=0)
     start_N, row_N = (x.cpu().numpy().astype(np.int64) for x in (runs.start_N, runs.row_N))

@@ -1,6 +1,6 @@
-"""Runs of new rows over history in Triton: right against float64, whatever the runs and wherever their rows lie.
+"""Tests of prefill over a KV cache in Triton: results against float64 for any runs of new rows in any place.
 
-Everything that is not to be read is NaN (cached_cases.py).
+All memory that must not be read is NaN (cached_cases.py).
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from thresher.kernels.attention import decode_triton, prefill_triton
 from thresher.kernels.attention.paged_cuda import decode_attention, prefill_attention
 from thresher.kernels.attention.rows import PrefillRows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy, on masked lanes
 
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.fast_cases(5)
 def test_runs_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
-    """A prompt, a passage over history, a run that does not exist; D 64 and 128. Rows of nobody are zeros."""
+    """Runs are a prompt, a passage after history, and an empty one; D is 64 or 128. Rows of no sequence are zeros."""
     case = CachedCase((2 * per_kv, 2, 64 if per_kv % 2 else 128), slots, [65, 9, 140])
     q_TND, rows, judged = case.prefill([65, 0, 20])
     judged.holds(prefill_attention(q_TND, *case.caches(), rows))
@@ -81,7 +81,7 @@ def test_filling_reads_nothing(poisoned: None) -> None:
 
 
 def test_drafts_are_the_same_rows_as_a_decoding_step_gives() -> None:
-    """The two kernels, on the same rows: both within their budgets of the truth."""
+    """Both kernels are within their error budgets on the same rows."""
     case = CachedCase((14, 2, 64), 64, [70, 129])
     q_BQND, rows, judged = case.decode([3, 3], 3)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))

@@ -1,5 +1,5 @@
-"""Attention over a forest of segments, whoever computes the parts: against a softmax over all pairs of positions under
-the mask that `end_T` is, and against `varlen_attention` of every path; values and gradients."""
+"""Tests of attention over a forest of segments, for each implementation of its parts: values and gradients against a
+softmax over all pairs under the mask that `end_T` defines, and against `varlen_attention` of every path."""
 
 from itertools import accumulate
 
@@ -26,7 +26,7 @@ CHAIN: Forest = ([3, 2, 1, 70], [-1, 0, 1, 2])
 
 
 class ByLevel(MatmulAttention):
-    """As a library on CUDA is called: all segments of a depth at once."""
+    """Attention called as on CUDA: all segments of a depth at once."""
 
     by_level = True
 
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = [FlashCpuAttention(), MatmulAttention(), ByLevel()]
 
 @st.composite
 def forests(draw: st.DrawFn) -> Forest:
-    """Any parents that are a preorder: those of a segment are on the path to the one before it."""
+    """Draw any parents in preorder: a segment's parent is on the path to the previous segment."""
     lengths: list[int] = []
     parents: list[int] = []
     path: list[int] = []
@@ -49,7 +49,7 @@ def forests(draw: st.DrawFn) -> Forest:
 
 
 def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = (4, 2, 8)) -> list[Tensor]:
-    """q, k, v as views of one projection, and the output's gradient."""
+    """Return q, k and v as views of one projection, and the output's gradient."""
     noise = torch.Generator().manual_seed(count)
     n, kv, dim = heads
     qkv = torch.randn(count, n + 2 * kv, dim, generator=noise, dtype=torch.float64).mul(1.5).to(dtype)
@@ -58,7 +58,7 @@ def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = 
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, layout: PrefixForest) -> Tensor:
-    """Softmax over all keys j with j <= i < end[j], by autograd."""
+    """Return attention with a softmax over all keys j with j <= i < end[j], differentiated by autograd."""
     group = q.shape[1] // k.shape[1]
     place = torch.arange(len(q))
     seen = (place <= place[:, None]) & (place[:, None] < layout.end_T)
@@ -85,8 +85,8 @@ def test_a_forest_is_a_mask(attention: AttentionWithLSE, forest: Forest, heads: 
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)  # at most 108 terms of order 1
     own, found = (results(attend, torch.float32, layout, heads) for attend in (masked, prefix_attention))
     for got, plain, expected in zip(found, own, truth, strict=True):
-        # Four times what the mask itself is off by. With one key that may be nothing, where the shared path takes a
-        # product of 16 terms, up to 4 x 4 each, from another: root mean square, 64 roundings of the largest value.
+        # Four times the mask's own error. With one key that error may be 0, where the shared path subtracts two
+        # products of 16 terms, up to 4 x 4 each: root mean square, 64 roundings of the largest value.
         floor = 64 * 2**-24 * max(float(expected.abs().max()), 1.0) * expected.numel() ** 0.5
         assert float((got - expected).norm()) <= 4 * float((plain - expected).norm()) + floor
 
@@ -134,7 +134,7 @@ def test_what_is_no_forest_is_refused(forest: Forest) -> None:
 
 
 def test_large_scores_and_faint_parts() -> None:
-    """A part whose scores are e^400 times smaller must neither vanish into NaN nor count."""
+    """A part whose scores are e^400 times smaller must neither produce NaN nor contribute."""
     layout = PrefixForest([3, 2, 2], [-1, 0, 0])
     q, k, v, grad = given_tensors(7, torch.float32)
     k = k.clone()
@@ -142,7 +142,7 @@ def test_large_scores_and_faint_parts() -> None:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     found = prefix_attention(*leaves, layout)
     expected = masked(*(x.double() for x in (q, k, v)), layout)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # scores of some 1,000 have 2^-14 each
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # scores of about 1,000: 2^-14 each
     assert all(x.isfinite().all() for x in torch.autograd.grad(found, leaves, grad))
 
 
@@ -156,8 +156,8 @@ def test_products_hold_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
-    """Within five times what it costs to round q, k and v. Scores are about 16, so that a log-sum-exp in bfloat16 would
-    cost more than seven times that."""
+    """The error is at most five times that of rounding q, k and v. Scores are about 16, so that a log-sum-exp in
+    bfloat16 would exceed seven times that."""
     layout = PrefixForest([60, 30, 30, 20], [-1, 0, 0, 2])
     *exact, grad = given_tensors(140, torch.float64, (4, 2, 16))
     for x in exact[:2]:
@@ -174,7 +174,7 @@ def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
 
 
 def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(cpu_attention(), FlashCpuAttention)  # of the torch that the tests run on
+    assert isinstance(cpu_attention(), FlashCpuAttention)  # in the torch version that the tests run on
 
     def other_signature(self: object, q: Tensor, k: Tensor, v: Tensor, part: SegmentPairs) -> None:
         raise TypeError("takes 3 positional arguments but 5 were given")

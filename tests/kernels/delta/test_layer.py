@@ -1,5 +1,5 @@
-"""What a layer with the gated delta rule does around it: gradients by differences in float64, of what backward computes
-a second time; and what autograd keeps."""
+"""Tests of the layer around the gated delta rule: gradients that backward recomputes, by differences in float64; and
+the tensors that autograd keeps."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.slow
 def test_the_gradient_of_convolution_heads_and_rule() -> None:
-    """Over a forest: a beginning of one token, which a window reaches beyond, and two that go on from it."""
+    """The forest has a prefix of one token, which a window reaches beyond, and two segments that continue it."""
     spans = Spans([1, 4, 2], [-1, 0, 0], torch.device("cpu"))
     given = normal(7, CHANNELS, seed=1), normal(CHANNELS, W, seed=2), -normal(7, V, seed=3).exp(), normal(7, V, seed=4)
 

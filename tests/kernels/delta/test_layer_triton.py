@@ -1,7 +1,7 @@
-"""What surrounds the gated delta rule in a layer: results and gradients against layer.py in float64, over forests; what
-is written, and what autograd keeps.
+"""Tests of the kernels around the gated delta rule in a layer: results and gradients against layer.py in float64, over
+forests; written memory, and the tensors that autograd keeps.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 
 K, W = 2, 4
 Forest = tuple[list[int], list[int]]
-# A root of one token; a child right behind it, over two blocks; another of one token, with two of its own; a root.
+# A root of one token; its child over two blocks; another child of one token, with two children; a second root.
 FOREST: Forest = [1, ROWS + 8, 1, 2, 5, 3], [-1, 0, 0, 2, 2, -1]
-# One beginning, whose last rows more rows see than a program takes at a time.
+# One prefix, whose last rows are seen by more rows than a program processes at a time.
 MANY: Forest = [5, *[3] * 24], [-1, *[0] * 24]
 Results = list[Tensor]
 
@@ -43,7 +43,7 @@ def results(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) 
 
 
 def assert_near(found: Results, exact: Results) -> None:
-    """By whole tensors: a rounding of each element to its dtype, and float32's of its terms."""
+    """Compare whole tensors: each element may be off by a rounding to its dtype and by float32's of its terms."""
     for ours, true in zip(found, exact, strict=True):
         limit = torch.finfo(ours.dtype).eps / 2 + 32 * 2.0**-24
         assert float((ours.double().cpu() - true).norm()) <= limit * float(true.norm())
@@ -115,7 +115,7 @@ def test_nothing_at_all() -> None:
 
 
 def test_weights_that_are_frozen_get_no_gradient() -> None:
-    """And all else is as it is beside one: its bits in the interpreter, up to rounding by another binary on a GPU."""
+    """The other results are unchanged: bit for bit in the interpreter, up to rounding by another binary on a GPU."""
     mixed, conv = drawn(3, 38, seed=1, dtype=torch.float32), drawn(38, W, seed=2, dtype=torch.float32)
     weight = drawn(6, seed=3, dtype=torch.float32)
 
@@ -141,7 +141,7 @@ def test_all_that_is_made_is_written_and_nothing_beside(monkeypatch: pytest.Monk
 
 
 def test_the_inputs_alone_are_kept() -> None:
-    """The filter turned round; neither q, k or v nor what they are made by."""
+    """Only the transposed filter is kept in addition; neither q, k and v nor their intermediates."""
     mixed, conv = (drawn(*shape, seed=1, dtype=torch.float32).requires_grad_() for shape in ((3, 38), (38, W)))
     with saved_tensors() as saved:
         _, _, v = fused(mixed, conv, ([3], [-1]), 1)

@@ -1,7 +1,7 @@
-"""The gated delta rule's kernels against the recurrence in float64: results, gradients, forests, states that are given;
-what is written; bits.
+"""Tests of the gated delta rule's kernels against the recurrence in float64: results, gradients, forests, given states;
+written memory; bits.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on rows behind a segment
 ]
 
-# A GPU is given what the kernels serve there.
+# On a GPU, dimensions that the kernels support there.
 WIDTH, VALUES = (8, E) if DEVICE == "cpu" else (32, 32)
 given = partial(drawn, device=DEVICE, width=WIDTH, values=VALUES)
 
-# Of a whole tensor's norm. Between the inputs and a result lie some eight products whose operands are rounded to
-# bfloat16, by 2^-9 at most; in float32 a decay's gradient is a difference of sums of as many terms as a chunk has.
+# Relative to a whole tensor's norm. Between inputs and a result there are about eight products whose operands are
+# rounded to bfloat16, by 2^-9 at most; in float32 a decay's gradient is a difference of sums over a chunk's tokens.
 LIMITS = {torch.float32: 32 * 2**-24, torch.bfloat16: 8 * 2**-9}
 
 
@@ -45,7 +45,7 @@ def kernels_used() -> Iterator[None]:
 def check(
     lengths: tuple[int, ...], dtype: torch.dtype, forgets: float = 1.0, width: int = WIDTH, values: int = VALUES
 ) -> list[Tensor]:
-    """Hold results and gradients to the recurrence's, of what the kernels are given; return them."""
+    """Compare results and gradients with the recurrence on the same inputs; return them."""
     tensors, bounds, state = given(lengths, 0, dtype, forgets, width=width, values=values)
     truth = gradients(reference_gated_delta, [x.double() for x in tensors], bounds, state.double())
     with kernels_used():
@@ -84,8 +84,8 @@ def test_results_and_gradients(lengths: tuple[int, ...], forgets: float, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", rule_triton.DIMS)
 def test_all_that_is_served(dim: int, dtype: torch.dtype) -> None:
-    """Every dimension that the kernels are launched with, a model's 128 among them; several chunks; the same bits each
-    time."""
+    """Every dimension that the kernels are launched with, a model's 128 among them, works over several chunks, and the
+    bits repeat."""
     first = check((200, 1, 70), dtype, 0.1, dim, dim)
     for _ in range(10):
         again = check((200, 1, 70), dtype, 0.1, dim, dim)
@@ -93,7 +93,7 @@ def test_all_that_is_served(dim: int, dtype: torch.dtype) -> None:
 
 
 def test_keys_that_are_all_alike() -> None:
-    """What makes the system of a chunk as far from the identity as it can be: A is 1 everywhere below the diagonal."""
+    """Equal keys make a chunk's system as far from the identity as possible: A is 1 everywhere below the diagonal."""
     tensors, bounds, state = given((100,), dtype=torch.float32)
     tensors[1] = torch.nn.functional.normalize(torch.ones_like(tensors[1]), dim=-1)
     tensors[3], tensors[4] = torch.zeros_like(tensors[3]), torch.ones_like(tensors[4])
@@ -101,7 +101,7 @@ def test_keys_that_are_all_alike() -> None:
     with kernels_used():
         found = gradients(gated_delta, tensors, bounds, state)
     for ours, true in zip(found, truth, strict=True):
-        # A chunk's solve cancels what its tokens add up to: a factor of 16, the tokens of a block.
+        # A chunk's solve cancels the sum over its tokens: a factor of 16, the tokens of a block.
         assert float((ours.double() - true).norm()) <= 16 * LIMITS[torch.float32] * max(float(true.norm()), 1.0)
 
 
@@ -116,7 +116,7 @@ def test_nothing_overflows_where_all_is_forgotten() -> None:
 def check_forest(
     lengths: tuple[int, ...], parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch | None = None
 ) -> None:
-    """Hold a forest to its root-to-leaf sequences, each computed by itself: o of each segment, and gradients."""
+    """Compare a forest with its root-to-leaf sequences, each computed alone: o of each segment, and gradients."""
     tensors, bounds, _ = given(lengths, dtype=torch.float32)
     weight = torch.randn(sum(lengths), V, VALUES, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     wide = [x.double().requires_grad_(True) for x in tensors]
@@ -145,7 +145,7 @@ def check_forest(
 
 @pytest.mark.fast_cases(0, gpu=1)
 def test_a_forest_is_its_sequences_and_writes_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trees; a branch of a branch; a segment longer than a chunk among them."""
+    """Two trees, with a branch of a branch and a segment longer than a chunk."""
     check_forest((5, 66, 3, 4, 1), (-1, 0, 1, 0, -1), monkeypatch)
 
 
@@ -166,7 +166,7 @@ def test_heads_and_sequences_have_their_own_bits() -> None:
 
 
 def test_lists_of_a_forest() -> None:
-    """Segments by depth, the longest first; a parent's state is left in a place of its own; children in their order."""
+    """Segments are sorted by depth, longest first; each parent's state has its own slot; children keep their order."""
     lists = rule_triton.make_lists([0, 5, 75, 78, 98, 99], [-1, 0, 0, 1, -1], 64, torch.device("cpu"))
     assert lists.depths == [2, 2, 1] and lists.left == 2
     assert lists.sequence_S.tolist() == [0, 4, 1, 2, 3]
@@ -186,7 +186,7 @@ def test_what_is_not_served_goes_to_torch() -> None:
         with patch.object(rule_triton, "INTERPRETED", not compiled):
             assert served(128, 128, bf16, bf16, bf16) and served(32, 32, fp32, fp32, fp32)
             assert not served(200, 128, bf16, bf16, bf16) and not served(128, 128, bf16, bf16, fp32)
-            # What an H200 computed wrong.
+            # These shapes gave wrong results on an H200.
             assert served(16, 16, bf16, bf16, bf16) is served(128, 8, bf16, bf16, bf16) is not compiled
 
 
@@ -200,7 +200,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.fast_cases(0, gpu=1)
 def test_states_and_gates_of_any_strides() -> None:
-    """An initial state and a gradient whose heads are not dense; one gate in float32 and one not, a head at a time."""
+    """The initial state's and a gradient's heads are not dense; one gate is not float32; heads run one at a time."""
     tensors, bounds, state = given((20, 9), dtype=torch.float32)
     tensors[4] = tensors[4].bfloat16()
     with kernels_used():
@@ -219,7 +219,7 @@ def test_states_and_gates_of_any_strides() -> None:
 
 
 def test_strides_are_read() -> None:
-    """v is a view of wider rows, as the layer hands it over; gates are."""
+    """v and the gates are views of wider rows, as the layer passes them."""
     tensors, bounds, state = given((20,), dtype=torch.float32)
 
     def wider(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The decode step of the gated delta rule: results, states and rows against steps.py in float64, over several steps;
-what is not written.
+"""Tests of the gated delta rule's decode step: results, states and rows against steps.py in float64, over several
+steps; memory that must stay unwritten.
 
-On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, otherwise Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def rings(slots: int, ring: int, dtype: torch.dtype) -> Rings:
 def check(
     slots: list[int], starts: list[int], counts: list[int], ring: int, dtype: torch.dtype, steps: int = 1
 ) -> None:
-    """Feed `steps` steps, each behind the last, to the kernel, and to steps.py in float64."""
+    """Run `steps` consecutive steps with the kernel, and with steps.py in float64, and compare."""
     held = rings(max(slots) + 2, ring, dtype)
     before = Rings(*(x.clone() for x in held))
     exact = Rings(held.state_BRVDE.double(), held.rows_BMC.double())
@@ -59,12 +59,12 @@ def check(
         wanted = delta_steps(wide, exact, runs).view_as(found)
         assert found.dtype == dtype
         for n, count in enumerate(counts):
-            # Sums of D products each step, of a state that was rounded in each; q, k and v are rounded to the dtype.
+            # Each step sums D products of a state that was rounded in every step; q, k and v are rounded to the dtype.
             limit = (32 * (step + 1) * UNIT32 if dtype == torch.float32 else 0.02) * float(wanted[n, :count].norm())
             assert float((found[n, :count] - wanted[n, :count]).norm()) <= limit
             assert not found[n, count:].any()
         at = at + count_N
-    # Rows are copies; and what belongs to nobody is as it was.
+    # Rows are copies; slots of no sequence are unchanged.
     assert torch.equal(held.rows_BMC[:spare].double(), exact.rows_BMC[:spare])
     difference = (held.state_BRVDE[:spare] - exact.state_BRVDE[:spare]).norm()
     limit = 32 * steps * UNIT32 if dtype == torch.float32 else 0.02
@@ -85,18 +85,18 @@ def small_launches() -> dict[str, Callable[[], None]]:
     ("ring", "dtype"), [(2, torch.bfloat16), pytest.param(1, torch.float32, marks=pytest.mark.slow)], ids=str
 )
 def test_rows_one_at_a_time(ring: int, dtype: torch.dtype) -> None:
-    """Over a beginning, where nothing lies before, and around the rings."""
+    """Steps start at a sequence's beginning, with no rows before it, and wrap around the rings."""
     check([2, 0, 3], [0, 2, 17], [1, 1, 1], ring, dtype, steps=4)
 
 
 def test_rows_of_drafts_and_a_place_of_nobody() -> None:
-    """A state behind each row; a sequence with fewer rows than the step has; one with none."""
+    """Each row leaves a state; one sequence has fewer rows than the step, one has none."""
     check([2, 0, 4, 1], [0, 7, 3, 2], [3, 1, 2, 0], 4, torch.float32, steps=2)
 
 
 @pytest.mark.fast_cases(0, gpu=1)
 def test_as_many_rows_as_states() -> None:
-    """So that a step writes the whole ring, and each row but those before it."""
+    """A step then writes the whole ring of states, and each row except those before it."""
     check([1, 0], [0, 6], [3, 2], 3, torch.float32, steps=2)
 
 

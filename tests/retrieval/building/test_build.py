@@ -1,4 +1,4 @@
-"""Builds that are killed: resumed to the same bytes, refused over anything else, whole or absent."""
+"""Test killed builds: they resume to the same bytes, refuse other inputs, and leave a complete index or none."""
 
 import os
 import signal
@@ -23,11 +23,11 @@ from thresher.retrieval.indexes.manifest import read_manifest
 
 COUNT = 1500
 ROOT = Path(__file__).resolve().parents[3]
-# The killed processes import what this one does, and the cases of these tests.
+# The killed processes import the modules that this process imports, and the cases of these tests.
 PATH = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
 
-# Builds with small slices and kills itself, as nothing can be caught or flushed, at the given call of a stage. With
-# the seeds of the test's process: without them the two would build over different vectors.
+# Build with small slices, and send SIGKILL to itself, which it cannot catch, at the given call of a stage. The seeds
+# are those of the test's process; otherwise the two would build over different vectors.
 KILLED = """
 import os, signal, sys
 import index_cases
@@ -51,8 +51,8 @@ build_folder(corpus, encoder, folder, BuildSettings(kind=kind, keep=keep), on_st
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """What `make_small` does in the killed processes, taken back after the test. One thread, for with more a graph of
-    FAISS before 1.15.1 depends on their order."""
+    """Apply what `make_small` does in the killed processes, and undo it after the test. Use one thread, because with
+    more threads a graph of FAISS before 1.15.1 depends on their order."""
     for module, name, value in index_cases.SMALL:
         monkeypatch.setattr(module, name, value)
     threads = faiss.omp_get_max_threads()
@@ -66,7 +66,7 @@ def settings(kind: str, keep: str = "float32", **changes) -> BuildSettings:
 
 
 def run(folder: Path, kind: str, keep: str = "float32", **changes) -> list[tuple[str, int]]:
-    """Builds in this process; the stages that were gone through, with how far each was at its first call."""
+    """Build in this process; return the stages, each with its progress at the first call."""
     seen: list[tuple[str, int]] = []
     build_folder(
         changes.get("corpus", numbered(COUNT)),
@@ -90,7 +90,7 @@ def killed(folder: Path, kind: str, keep: str, stage: str, call: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file; the manifest without its one figure of time, and the hashes, where that is in, by what they say."""
+    """Check the hashes; return the bytes of each other file, and of the manifest the fields without times."""
     hashes = read_hashes(folder, expected=True)
     assert hashes is not None
     hashes.check_all()
@@ -105,7 +105,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kind", "keep", "kills", "first"),
     [
-        # A kill in every stage, one after the other, on the same folder; then what is left to do.
+        # A kill in every stage, one after the other, on the same folder; then the first stage of the last build.
         ("flat", "float32", [("encoding", 1), ("encoding", 3)], ("encoding", 1000)),
         ("flat16", "float32", [("encoding", 2), ("rounding to float16", 2)], ("rounding to float16", 900)),
         (
@@ -115,7 +115,7 @@ def content(folder: Path) -> dict[str, bytes]:
             ("exact answers", 300),
         ),
         ("IVF8,Flat", "none", [("encoding", 7), ("assigning to lists", 3)], ("assigning to lists", 1200)),
-        # The graph was last kept at 1,200; the fifth slice had been linked, and is linked again.
+        # The last checkpoint of the graph is at 1,200; the fifth slice had been linked, and is linked again.
         ("HNSW8", "float32", [("linking", 3), ("linking", 3)], ("linking", 1500)),
         ("PCA6,HNSW8", "float16", [("linking", 3), ("linking", 3)], ("linking", 1500)),
         ("HNSW8_SQ8", "none", [("linking", 3), ("linking", 3)], ("linking", 1500)),
@@ -138,7 +138,7 @@ def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(build_module, "_publish", interrupt)
         run(tmp_path / "ix", "flat16")
-    # The float32 vectors are gone by now: nothing may look for them.
+    # The float32 vectors are already deleted, so the resumed build must not read them.
     assert not (work_folder(tmp_path / "ix") / "vectors.npy").exists()
     assert run(tmp_path / "ix", "flat16") == []
     assert content(tmp_path / "ix") == content(tmp_path / "whole")
@@ -150,7 +150,7 @@ def interrupt(*_: object) -> None:
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch) -> Path:
-    """A build of IVF8,Flat that was broken off while it filled its lists."""
+    """Interrupt a build of IVF8,Flat while it fills its lists; return its folder."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(structures, "_fill", interrupt)
         run(tmp_path / "ix", "IVF8,Flat")
@@ -205,7 +205,7 @@ def test_vectors_beyond_float16_are_refused(tmp_path):
         run(tmp_path / "ix", "flat16", encoder=encoder)
 
 
-# 12,288 x 512 float32 is 25 MB; the interpreter and its libraries are taken off by a build of nothing much.
+# 12,288 x 512 float32 is 25 MB; the RAM of a tiny build, for the interpreter and its libraries, is subtracted.
 MEASURED = r"""
 import re, sys
 from pathlib import Path
@@ -236,12 +236,12 @@ print(1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_
 
 @pytest.fixture(scope="module")
 def least(tmp_path_factory) -> int:
-    """Bytes of RAM of a build of next to nothing."""
+    """Return the peak RAM of a tiny build, in bytes."""
     return measured(tmp_path_factory.mktemp("least") / "ix", "IVF4,Flat", 64)
 
 
-# Of the vectors' own size, a tenth of it being the passages: flat holds slices, lists and graphs hold the vectors.
-# Left to grow by doubling, lists reach 1.5 and graphs 1.65 here.
+# Shares of the vectors' size, of which the passages take a tenth: flat holds slices, lists and graphs hold the vectors.
+# If they grew by doubling, lists would reach 1.5 and graphs 1.65 here.
 @pytest.mark.parametrize(("kind", "share"), [("flat", 0.35), ("IVF4,Flat", 1.3), ("HNSW4", 1.45)])
 @pytest.mark.fast_cases(1)
 def test_ram_while_building_stays_below_its_bound(tmp_path, least, kind, share):

@@ -1,4 +1,4 @@
-"""The plan: its laws by hand, its bytes, what it refuses; a calibration measures something and leaves nothing."""
+"""Test the planner: cost formulas by hand, byte counts, refusals, and a calibration that leaves no files."""
 
 import json
 import math
@@ -37,7 +37,7 @@ NS = 1e-9
 
 
 class Given(Calibration):
-    """Round rates in the place of measured ones; `asked` names those that a plan used."""
+    """Calibration with round rates instead of measured ones; `asked` names the rates that a plan used."""
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
@@ -77,16 +77,16 @@ def one(kind: str, passages: int = 2**20, memory: int = 10**12, disk: float = 1e
 
 
 def measured(passages: int, batch: float, searches: int) -> float:
-    """Seconds of the measurement at the end: 200 exact queries, and the searches that set nprobe or efSearch."""
+    """Return the seconds of the final measurement: 200 exact queries, and the searches that set nprobe or efSearch."""
     return 200 * (passages * 100 * NS + searches * batch)
 
 
 def build_seconds(row, work: float, searches: int = 6, passages: int = 2**20) -> float:
-    """What a build takes by hand: its work, writing at 1 GB/s, and measuring recall."""
+    """Return the seconds of a build by hand: its work, writing at 1 GB/s, and measuring recall."""
     return work + row.disk_bytes / 1e9 + measured(passages, row.batch_seconds / 64, searches)
 
 
-TRAINED_LISTS = (10 * 50 * 4096 + 2**20) * 2 * 4096 / 1e11  # seconds a dimension
+TRAINED_LISTS = (10 * 50 * 4096 + 2**20) * 2 * 4096 / 1e11  # seconds per dimension
 CODED = (10 * 65_536 + 2**20) * 2 * 1024 * D / 1e11 + 2**20 * 1e-5 + 15 * 65_536 * 1e-4
 
 
@@ -178,17 +178,17 @@ def test_made_up_passages_are_like_real_ones():
     found = [passage.text.split() for passage in corpus]
     assert {len(words) for words in found} == {100}
     different = [set(words) for words in found]
-    assert sum(map(len, different)) / 1500 == pytest.approx(66, abs=6)  # HotpotQA's, of 100
+    assert sum(map(len, different)) / 1500 == pytest.approx(66, abs=6)  # distinct words of 100, as in HotpotQA
     passages = Counter(word for words in different for word in words)
     share = sum(passages[word] for words in found for word in words) / (100 * 1500 * 1500)
-    assert 0.2 < share < 0.3  # HotpotQA: a word of a question stands in .247 of the passages
+    assert 0.2 < share < 0.3  # HotpotQA: a word of a question occurs in .247 of the passages
 
 
 def test_words_are_measured(tmp_path: Path):
     rates = measure_words(400, 400)
     again = measure_words(400, 400)
     assert rates.disk_bytes == again.disk_bytes
-    # A score and a row for each different word; and what it was fitted to.
+    # One score and one row per distinct word; and at 400 passages the size of the index that it was fitted to.
     assert rates.disk_bytes.passage > 8 * 60  # bound: of 60 words and more, see above
     build_bm25(made_up(400), tmp_path / "ix")
     assert rates.disk_bytes.at(400) == pytest.approx(

@@ -1,4 +1,4 @@
-"""BrowseComp-Plus as published: obfuscated questions, its corpus, and what is wrong with other files."""
+"""Test BrowseComp-Plus as published: obfuscated questions, its corpus, and the refusal of other files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sampling, mixing, counting and pooling, and what a converted file is found to hold."""
+"""Test the conversion of question sets: sampling, mixing, counting, pooling, and the summary of a converted file."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def plain(path: Path, count: int, name: str = "q") -> Path:
 
 
 def hotpot(path: Path, *contexts: list[tuple[str, str]]) -> Path:
-    """Questions with paragraphs, the first of which is gold."""
+    """Write questions with paragraphs, the first of which is gold."""
     return write(
         path,
         *(
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
     second = write(tmp_path / "b.jsonl", asked, {"question": " ", "answer": "a"})
     out, skipped = tmp_path / "out.jsonl", tmp_path / "skipped.jsonl"
     figures = convert([MixSource(paths=(first, second))], out, skipped=skipped)
-    assert ids(out) == ["x", "3"]  # the row number counts on from file to file
+    assert ids(out) == ["x", "3"]  # the row numbers continue from file to file
     reasons = {NO_ANSWER: 1, "the id and the question were there before": 1, "no question": 1}
     [source] = figures["sources"]
     assert (source["records"], source["kept"], source["skipped"]) == (5, 2, reasons)
@@ -74,7 +74,7 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
 
 
 def test_another_question_under_an_id_is_kept(tmp_path: Path) -> None:
-    """Search-R1's training file is merged from sets that each count from 0."""
+    """Search-R1's training file is merged from sets that each number their questions from 0."""
     model = {"reward_model": {"ground_truth": {"target": ["a"]}}, "prompt": [{"role": "user", "content": "x"}]}
     rows = [
         {"id": "train_0", "question": question, "data_source": source, **model}
@@ -118,7 +118,7 @@ def test_every_question_is_as_likely_as_another() -> None:
     questions = [Question(str(number), "q?", ("a",)) for number in range(6)]
     counts = Counter(question.id for seed in range(1200) for question in draw(questions, 2, str(seed)))
     first = Counter(next(iter(draw(questions, 2, str(seed)))).id for seed in range(1200))
-    # Expected 400 with a deviation of 16, and 200 with one of 13: within five of them.
+    # The expected counts are 400 with a deviation of 16, and 200 with one of 13; the bounds are five deviations.
     assert all(abs(counts[str(number)] - 400) < 80 and abs(first[str(number)] - 200) < 65 for number in range(6))
 
 

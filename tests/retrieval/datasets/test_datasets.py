@@ -1,4 +1,4 @@
-"""Every question set in the shape it is published in becomes one record; another shape than named is told apart."""
+"""Test that published question sets are read into questions, and that a file in another format is recognised."""
 
 import csv
 import gzip
@@ -174,13 +174,13 @@ def test_a_published_record_is_recognised_and_becomes_a_question(
 ) -> None:
     assert find_format(name).read(row(record)) == question
     assert detect(write(tmp_path / "f.jsonl", record)).name == name
-    assert detect(write(tmp_path / "f.json", record)).name == name  # lines under the name of JSON
+    assert detect(write(tmp_path / "f.json", record)).name == name  # JSON lines in a .json file
     assert find_format(name).fits(record)
 
 
 def test_every_format_has_a_case() -> None:
     assert {name for name, _, _ in CASES} == set(NAMES) and len(set(NAMES)) == len(FORMATS)
-    # A file of the one that is named as the other is refused.
+    # A record of another format than the named one is refused.
     for name, record in (("hotpotqa", WIKI), ("flashrag", NATIVE), ("nq-open", {**NQ, "context": []}), ("plain", DPR)):
         assert not find_format(name).fits(record)
 
@@ -395,7 +395,7 @@ def test_real_files(
 
 
 def test_gold_titles_of_real_questions_agree_with_those_derived_elsewhere(shared_data: Path) -> None:
-    """The hub's first questions are among the pooled 500, whose gold titles were joined from the source."""
+    """The hub's first questions are among the pooled 500, whose gold titles come from a join with the source."""
     records = [json.loads(line) for line in (shared_data / "hotpotqa/questions_500.jsonl").open(encoding="utf-8")]
     titles = {record["question"].strip(): set(record["gold_titles"]) for record in records}
     fmt = find_format("hotpotqa-hub")

@@ -1,4 +1,4 @@
-"""A small model for the tests of learned encoders."""
+"""Fixtures: a small model for the tests of learned encoders."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thresher.retrieval.encoders.learned import LearnedEncoder, load_encoder
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT with random weights in a folder that says nothing about vectors. Not to be written to."""
+    """Save a BERT with random weights in a folder without settings for vectors. Tests must not write to it."""
     return folders.save_model(tmp_path_factory.mktemp("models") / "plain")
 
 
 @pytest.fixture
 def copy(plain: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """copy(name) -> a copy of the plain model under that name."""
+    """Return copy(name) -> a copy of the plain model under that name."""
     return lambda name: Path(shutil.copytree(plain, tmp_path / name))
 
 

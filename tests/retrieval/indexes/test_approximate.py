@@ -1,5 +1,5 @@
-"""Approximate indexes: every kind reaches its recall on vectors in clusters, scores are exact, a query's result is its
-own, and a folder is used with nothing but its own parts."""
+"""Test approximate indexes: the recall of every kind on clustered vectors, exact scores, results that do not depend on
+the batch, and the refusal of damaged or foreign folders."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ COUNT = 4000
 LISTS = ("IVF64,Flat", "IVF64,SQfp16", "IVF64,SQ8", "OPQ4,IVF64,PQ4", "PCA12,IVF64,SQfp16")
 GRAPHS = ("HNSW16", "HNSW16_SQ8", "HNSW16_SQfp16", "PCA12,HNSW16", "PCA12,HNSW16_SQ8")
 KINDS = (*LISTS, *GRAPHS)
-# Four bytes a vector and nothing else, and a recall that they cannot give.
+# Four bytes per vector and no kept vectors, and a recall that this cannot reach.
 UNSCORED = ("IVF64,PQ4", "none", 0.999)
 QUERIES = [str(number) for number in range(3, COUNT, 57)]
 
@@ -45,7 +45,7 @@ def world() -> tuple[Corpus, Clustered]:
 
 @pytest.fixture(scope="module", autouse=True)
 def known_encoder(world):
-    """As a learned encoder's, its folder names what it is loaded from."""
+    """Register a loader for the encoder, so that a folder names what to load, as with learned encoders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(dense_module.LOADERS, Clustered.name, lambda folder: world[1])
         yield
@@ -53,7 +53,7 @@ def known_encoder(world):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, world):
-    """build(kind, keep="float32", recall=.9) -> folder, built once."""
+    """Return build(kind, keep="float32", recall=.9) -> folder, which builds each index once."""
     root = tmp_path_factory.mktemp("indexes")
     made: dict[tuple, Path] = {}
 
@@ -70,20 +70,20 @@ def folders(tmp_path_factory, world):
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory, world):
-    """The exact index of the same vectors."""
+    """Build the exact index of the same vectors."""
     folder = tmp_path_factory.mktemp("exact") / "ix"
     build_folder(*world, folder, BuildSettings(kind=parse_kind("flat", COUNT, DIM)), lambda *stage: None)
     return load_index(folder, *world)
 
 
 def overlap(found, exact) -> float:
-    """Recall of rows, mean over queries."""
+    """Return the recall of rows, averaged over queries."""
     shares = [len({h.row for h in a} & {h.row for h in b}) / len(b) for a, b in zip(found, exact, strict=True)]
     return float(np.mean(shares))
 
 
 def scores(truth, k: int) -> dict[tuple[str, int], float]:
-    """By query and row, of the exact top k."""
+    """Return the scores of the exact top k, by query and row."""
     answers = zip(QUERIES, truth.search(QUERIES, k), strict=True)
     return {(query, hit.row): hit.score for query, hits in answers for hit in hits}
 
@@ -98,7 +98,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
     assert (manifest.factory, manifest.parameters) == (kind, index.parameters)
     assert min(manifest.recall["recall_at_5"], manifest.recall["recall_at_10"]) >= 0.9  # bound: tuned until it is so
     found, exact = index.search(QUERIES, 5), truth.search(QUERIES, 5)
-    # Other queries than those it was tuned on.
+    # These queries are not those that it was tuned on.
     assert overlap(found, exact) >= 0.82  # bound: .9, less five deviations of 350 hits
     known = scores(truth, 50)
     for query, hits in zip(QUERIES, found, strict=True):
@@ -153,9 +153,9 @@ def test_what_is_kept_of_the_vectors(world, folders, truth):
         found = [(query, hit) for query, hits in zip(QUERIES, index.search(QUERIES, 5), strict=True) for hit in hits]
         gaps.append(max(abs(hit.score - exact.get((query, hit.row), hit.score)) for query, hit in found))
         estimates = [world[1].encode_queries([query])[0] @ structure.reconstruct(hit.row) for query, hit in found]
-    assert 0 < gaps[0] < 2e-3 < gaps[1]  # rounding to float16, and what 4 bytes a vector leave of it
+    assert 0 < gaps[0] < 2e-3 < gaps[1]  # rounding to float16, and to 4 bytes per vector
     np.testing.assert_allclose([hit.score for _, hit in found], estimates, rtol=0, atol=2**-19)  # 32 roundings of 1
-    # A recall that four bytes cannot reach: the best that was found is in the manifest.
+    # Four bytes cannot reach the wanted recall, so the manifest holds the best setting found.
     manifest = read_manifest(folders(*UNSCORED))
     assert none.parameters == manifest.parameters and none.parameters["candidates"] == 1 < none.parameters["nprobe"]
     assert 0.3 < manifest.recall["recall_at_5"] < 0.999
@@ -176,7 +176,7 @@ def test_flat16_measures_what_rounding_costs(world, folders):
 
 
 class Steps:
-    """A search whose recall at any k is a table of (factor, value of nprobe or efSearch)."""
+    """Search whose recall, at any k, is read from a table by factor and value of nprobe or efSearch."""
 
     most = 6
 
@@ -198,11 +198,11 @@ class Steps:
 @pytest.mark.parametrize(
     ("table", "wanted", "chosen", "asked"),
     [
-        # The first that is good enough.
+        # The first value that reaches the recall is chosen.
         ({1: {1: 0.5, 2: 0.9, 3: 0.96}}, 0.95, (1, 3), 3),
-        # No gain from 2 to 3: on to more candidates, from the lowest value again.
+        # There is no gain from 2 to 3, so more candidates are tried, from the lowest value again.
         ({4: {1: 0.5, 2: 0.7, 3: 0.701}, 16: {1: 0.6, 2: 0.97}}, 0.95, (16, 2), 5),
-        # The last number of candidates is tried to its end, and the best of all is kept.
+        # The last number of candidates is tried up to the largest value, and the best of all is kept.
         ({4: {1: 0.5, 2: 0.8, 3: 0.8}, 16: {1: 0.6, 2: 0.7, 3: 0.7, 4: 0.7, 6: 0.7}}, 0.95, (4, 2), 8),
     ],
 )
@@ -213,7 +213,7 @@ def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen
 
 
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
-    """Below, every efSearch is the same search; up to its last vector, one over 10^6 took minutes."""
+    """Below the range, all values of efSearch give one search; up to the last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
     kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
     graph = candidates_of(kind, read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
@@ -224,14 +224,14 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     search.factor = 1000
     assert search.span(10) == (COUNT, 4096)
     graph.most = COUNT
-    # An efSearch that no C integer holds is all there is.
+    # An efSearch beyond a C integer searches the whole graph.
     assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
     search.value, search.factor = 10**11, 1
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
 
 
 def test_equal_vectors_count_for_each_other(tmp_path):
-    """Recall is of scores: an index that finds another of forty equal passages has found the passage."""
+    """Recall compares scores: finding another one of forty equal passages counts as finding the passage."""
     encoder = Clustered(400)
     encoder.matrix_ND[:] = np.repeat(encoder.matrix_ND[:10], 40, axis=0)
     encoder.turned_ND[:] = encoder.matrix_ND
@@ -303,7 +303,7 @@ def test_gpus_that_are_not_there(world, folders):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_shards_of_a_flat_index_answer_as_one(world, folders, truth, count):
-    """The division that GPUs get, on CPUs."""
+    """The rows are divided as over several GPUs, but on the CPU."""
     file = VectorFile(folders("HNSW16") / "vectors.npy", COUNT, DIM)
     shards = [faiss.IndexFlatIP(DIM) for _ in range(count)]
     search = ApproximateSearch(FlatShards(file, shards), RowScores(file.take), COUNT, 1, 1)
@@ -348,7 +348,7 @@ def test_a_graph_keeps_links_alone_on_the_disk(folders):
 
 @pytest.mark.slow
 def test_lists_are_the_ones_that_faiss_makes(tmp_path, world, folders):
-    """Assigned, sized and filled by hand, byte for byte what FAISS's own `add` gives."""
+    """Lists that our code assigns, sizes and fills are byte for byte those of FAISS's own `add`."""
     index = faiss.read_index(str(folders("OPQ4,IVF64,PQ4") / "index.faiss"))
     mine = faiss.serialize_index(index)
     index.reset()
@@ -358,7 +358,7 @@ def test_lists_are_the_ones_that_faiss_makes(tmp_path, world, folders):
 
 
 def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
-    """A graph may not reach k passages; what it reaches is returned."""
+    """A graph may reach fewer than k passages; those that it reaches are returned."""
     index = faiss.IndexHNSWFlat(DIM, 4, faiss.METRIC_INNER_PRODUCT)
     index.add(world[1].matrix_ND[:6])
     query_QD = world[1].encode_queries(["1", "2"])

@@ -1,5 +1,5 @@
-"""BM25: the formula, ties by row, the same bits whatever else is asked, figures as published, and no use with anything
-but its own corpus."""
+"""Test BM25: the formula, ties by row, results that do not depend on the batch, published figures, and the refusal of
+another corpus."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def many(count: int = 200, seed: int = 0) -> Corpus:
 
 
 def reference(corpus: Corpus, query: list[str], variant: str, k1: float, b: float) -> list[float]:
-    """The formulas at the top of the module, word by word in Python's floats."""
+    """Compute the formulas at the top of the module, word by word in Python's floats."""
     bags = [Counter(passage.text.lower().split()) for passage in corpus]
     lengths = [sum(bag.values()) for bag in bags]
     mean = sum(lengths) / len(lengths)
@@ -59,7 +59,7 @@ def found(index: Bm25Index, query: str, k: int) -> list[tuple[int, float]]:
 def test_equal_to_the_formula(variant, k1, b, tmp_path):
     corpus = many()
     index = build_bm25(corpus, tmp_path / "index", settings=Bm25Settings(tokens="split", variant=variant, k1=k1, b=b))
-    # w1 is in more than half of the passages: its okapi idf is the floor. w3 asked twice counts twice.
+    # w1 is in more than half of the passages: its okapi idf is the floor. w3 occurs twice in a query and counts twice.
     for query in (["w1"], ["w2", "w17"], ["w3", "w5", "w3", "unheard"]):
         expected = reference(corpus, query, variant, k1, b)
         scores = dict(found(index, " ".join(query), len(corpus)))
@@ -69,7 +69,7 @@ def test_equal_to_the_formula(variant, k1, b, tmp_path):
 
 
 def test_a_passage_with_a_word_is_found_whatever_its_score(tmp_path):
-    """okapi's idf is 0 for a word of half of the passages, and its floor may be below 0."""
+    """okapi's idf is 0 for a word in half of the passages, and its floor may be below 0."""
     settings = Bm25Settings(variant="okapi")
     half = build_bm25(corpus_of("apple tree", "pear tree"), tmp_path / "half", settings=settings)
     assert found(half, "apple", 2) == [(0, 0.0)]
@@ -148,7 +148,7 @@ def test_progress_reaches_the_end(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An index on disk, its corpus beside it."""
+    """Build an index on disk, with its corpus next to it."""
     (tmp_path / "corpus.jsonl").write_text(
         "".join(json.dumps({"title": f"t{row}", "text": f"word{row} common"}) + "\n" for row in range(9))
     )
@@ -227,7 +227,7 @@ def test_published_figures_are_met(shared_data, tmp_path):
     got = check(tmp_path / "hotpotqa", shared_data / "hotpotqa/questions_500.jsonl", 5)
     assert got["queries"] == 500 and got["absent_titles"] == 0
     assert (got["recall"], got["mrr_at_10"]) == pytest.approx((0.588, 0.751), abs=5e-4)
-    # 2Wiki's published R@5 goes from 52 to 68 with tokeniser and fields; 61.9 and 65.3 are quoted most.
+    # 2Wiki's published R@5 varies from 52 to 68 with tokeniser and fields; 61.9 and 65.3 are quoted most.
     build_bm25(read_corpus(shared_data / "2wiki/corpus.json"), tmp_path / "2wiki", "title+text")
     got = check(tmp_path / "2wiki", shared_data / "2wiki/gold_titles_1000.jsonl", 5)
     assert got["queries"] == 1000 and got["recall"] == pytest.approx(0.657, abs=2e-3)
@@ -235,7 +235,7 @@ def test_published_figures_are_met(shared_data, tmp_path):
 
 @pytest.mark.parametrize("first", ["", "import jax; "])
 def test_jax_does_not_run_where_it_is_installed(tmp_path: Path, first: str) -> None:
-    """As bm25s imports it, it would take three quarters of a GPU's memory. A user's own import of it stays."""
+    """JAX as imported by bm25s would take three quarters of a GPU's memory. A user's own import of JAX stays."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("")
     (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX runs')")

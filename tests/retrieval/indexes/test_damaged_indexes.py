@@ -1,5 +1,5 @@
-"""Damaged indexes: whatever bit is flipped in whatever file, a search ends in a sentence that names the file, or in the
-same hits, bit for bit; and what is found without hashes."""
+"""Test damaged indexes: with any bit flipped in any file, a search raises an error that names the file, or returns the
+same hits, bit for bit; and test which damage is found without hashes."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def world() -> Iterator[tuple[Corpus, Clustered]]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, world) -> Path:
-    """A folder of each kind; of the hybrid one, flat and bm25 are members."""
+    """Build a folder of each kind; flat and bm25 are the members of the hybrid."""
     root = tmp_path_factory.mktemp("built")
     for name, kind in KINDS.items():
         settings = BuildSettings(kind=parse_kind(kind, COUNT, DIM), recall=0.5)
@@ -65,7 +65,7 @@ def built(tmp_path_factory, world) -> Path:
 
 @pytest.fixture
 def root(built: Path, tmp_path: Path) -> Path:
-    """To be damaged."""
+    """Return a copy of the folders for a test to damage."""
     return shutil.copytree(built, tmp_path / "indexes")
 
 
@@ -105,7 +105,7 @@ def test_every_flip_ends_in_a_sentence_or_changes_nothing(world, built, root, na
 
 @pytest.mark.parametrize("name", ["flat", "ivf", "hnsw", "bm25"])
 def test_files_of_another_index_of_the_same_kind_are_refused(world, root, name) -> None:
-    """Over other vectors, or other texts, of the same shape: what no length and no header can tell."""
+    """The other index has other vectors or texts of the same shape, which lengths and headers do not show."""
     other = numbered(COUNT)[:], Clustered(COUNT, seed=1)
     if name == "bm25":
         build_bm25(Corpus(other[0][::-1]), root / "other")
@@ -137,7 +137,7 @@ def test_a_list_that_was_written_and_is_gone_is_missed(world, root) -> None:
 
 @pytest.mark.parametrize("name", ["flat", "flat16", "ivf", "hnsw", "sq8"])
 def test_off_is_a_choice(world, built, root, name) -> None:
-    """One bit of one vector: refused, or, where nothing is verified, searched as it is."""
+    """A flipped bit of a vector is refused; without verification the vector is used as it is."""
     path = root / name / ("vectors16.npy" if name == "flat16" else "vectors.npy")
     row, width = 17, 2 if name == "flat16" else 4
     flip(path, 8 * (128 + width * DIM * row) + 8 * width - 2)  # the highest bit of an exponent
@@ -149,7 +149,7 @@ def test_off_is_a_choice(world, built, root, name) -> None:
 
 
 def test_kept_vectors_are_verified_where_they_are_read(world, root) -> None:
-    """A search whose candidates lie elsewhere goes on; the one that reads the damaged block does not."""
+    """A search that reads the damaged block fails; one whose candidates are in other blocks does not."""
     index = load_retriever(root / "ivf", world[0], {"nprobe": 1})
     near = {query: {hit.row for hit in index.search([query], 30)[0]} for query in QUERIES}
     path = root / "ivf" / "vectors.npy"
@@ -193,7 +193,7 @@ def test_several_threads_read_rows_of_one_file(world, root) -> None:
 
 
 def unhashed(folder: Path) -> Path:
-    """As an earlier version wrote it."""
+    """Change a folder to the form that an earlier version wrote, without hashes."""
     (folder / "hashes.json").unlink()
     record = json.loads((folder / "manifest.json").read_text())
     del record["hashed"]
@@ -228,7 +228,7 @@ def test_bm25_arrays_out_of_range(world, root, name: str, place: int, value: int
 
 
 def test_a_length_that_asks_for_too_much_memory(world, root) -> None:
-    """2^38 levels where the file has a megabyte: FAISS would make room for them before it reads on."""
+    """A file of a megabyte names 2^38 levels; FAISS would allocate memory for them before it reads on."""
     for name in ("hnsw", "ivf"):
         path = unhashed(root / name) / "index.faiss"
         data, refused = path.read_bytes(), 0
@@ -274,7 +274,7 @@ def test_rows_in_lists_that_are_none(world, root) -> None:
         load_retriever(root / "ivf", world[0])
 
 
-# full disks: libraries that write an index; room that lacks for a file's last byte leaves nothing
+# full disks: a library that writes an index leaves no file if there is no room for the last byte of one
 
 
 REPEATED = Corpus([Passage(str(n), "T", f"w{n % 2} w{n % 3} w{n % 5}") for n in range(400)])

@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.retrieval.indexes import exact, faiss_library
 from thresher.retrieval.indexes.exact import ExactRows
 
-# Runs the commands of stdin, a list of words each, in one interpreter that has no module `faiss`.
+# Run the commands of stdin, each a list of words, in one interpreter that has no module `faiss`.
 WITHOUT_FAISS = """
 import json, sys
 sys.modules["faiss"] = None

@@ -1,5 +1,5 @@
-"""The index: exact order, ties by row, the same bits whatever else is asked, and no use with anything but its
-own corpus and encoder."""
+"""Test the flat index: exact order, ties by row, results that do not depend on the batch, and the refusal of another
+corpus or encoder."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from thresher.retrieval.passages import Passage
 
 
 class Numbers:
-    """An encoder whose vectors are written out in the text, "1 0 .5": scores can be chosen."""
+    """Encoder that reads a vector from its text, such as "1 0 .5", so that a test chooses the scores."""
 
     name = "numbers"
     fingerprint = "numbers"
@@ -54,7 +54,7 @@ def rows(hits) -> list[int]:
 
 
 def truth(vectors: np.ndarray, query: np.ndarray, k: int) -> list[tuple[int, float]]:
-    """All rows scored in float64, sorted by (-score, row)."""
+    """Return the top k of all rows, scored in float64 and sorted by (-score, row)."""
     scores = (vectors.astype(np.float64) * query.astype(np.float64)).sum(axis=1).astype(np.float32)
     return sorted(enumerate(scores.tolist()), key=lambda pair: (-pair[1], pair[0]))[:k]
 
@@ -73,20 +73,19 @@ def build_lexical(corpus: Corpus, folder: Path, embed: str = "text", dim: int = 
 @pytest.mark.parametrize("batch", [1, 19, 20, 64])
 @pytest.mark.parametrize("k", [1, 3, 50])
 def test_ties_go_by_row_even_across_the_kth_place(batch, k):
-    # 400 equal rows behind one better: FAISS alone returns whichever of them its heap kept.
+    # One row is better than 400 equal ones, of which FAISS alone returns any that its heap kept.
     vectors = np.ones((401, 8), np.float32)
     vectors[200] *= 2
     index = index_of(vectors)
     queries = [spell(np.full(8, 1 + n)) for n in range(batch)]
     for hits in index.search(queries, k):
         assert rows(hits) == [200, *range(k)][:k]
-    # For k = 1 the margin itself proves the answer; else the tie is as long as the corpus.
+    # For k = 1 the margin proves the answer; otherwise the tie extends over the whole corpus.
     assert index._search.full_scans == (0 if k == 1 else batch)
 
 
 def test_near_ties_are_ordered_by_the_exact_score():
-    # Rows that differ in the last bits only, where FAISS's own float32 sums put many of them in a wrong
-    # order.
+    # The rows differ in the last bits only, and FAISS's own float32 sums put many of them in a wrong order.
     rng = np.random.default_rng(0)
     base = rng.standard_normal(512).astype(np.float32)
     vectors = (base * (1 + rng.integers(-4, 5, (3000, 1)) * 2**-23)).astype(np.float32)
@@ -108,7 +107,7 @@ def test_independent_of_batch_composition_to_the_last_bit(tmp_path, faiss_thread
     corpus = lexical_corpus()
     index = build_lexical(corpus, tmp_path / "ix")
     queries = [" ".join(passage.text.split()[:3]) for passage in corpus][:64]
-    # FAISS takes its BLAS path from 20 queries up, so the batch and the single query run different code.
+    # FAISS uses BLAS for 20 queries or more, so the batch and the single query run different code.
     batched = index.search(queries, 5)
     for threads in (1, 2):
         faiss_threads(threads)
@@ -198,7 +197,7 @@ def test_built_loaded_and_described(tmp_path):
         "recall": {},
         "reason": "",
         "hashed": True,
-        "faiss_version": "",  # FAISS has no part in an exact index
+        "faiss_version": "",  # an exact index does not use FAISS
     }
     assert sorted(os.listdir(tmp_path / "ix")) == ["hashes.json", "lexical.json", "manifest.json", "vectors.npy"]
     stored_ND = np.load(tmp_path / "ix/vectors.npy")
@@ -209,7 +208,7 @@ def test_built_loaded_and_described(tmp_path):
     queries = ["title 17 w3", "w1 w2 w400"]
     assert loaded.search(queries, 10) == built.search(queries, 10)
     assert load_index(tmp_path / "ix", corpus, encoder).search(queries, 10) == built.search(queries, 10)
-    # The titles were embedded: a text's own title lifts it further than another's.
+    # The titles were embedded, so a text's own title raises its score more than another's.
     own, other = (loaded.search([f"title {title} {corpus[1723].text}"], 1)[0][0] for title in (1723, 17))
     assert own.row == 1723 and own.score - other.score > 0.01
 
@@ -228,7 +227,7 @@ def test_the_corpus_is_found_again_after_a_move(tmp_path):
     assert load_index(run / "index").search(["w1 w2"], 3) == expected
     run.rename(tmp_path / "moved")
     assert load_index(tmp_path / "moved/index").search(["w1 w2"], 3) == expected
-    # And when the index alone moves, by the absolute path.
+    # If the index alone moves, the absolute path finds the corpus.
     build_lexical(Corpus(list(corpus), tmp_path / "moved/corpus.jsonl"), tmp_path / "here")
     (tmp_path / "far/away").mkdir(parents=True)
     (tmp_path / "here").rename(tmp_path / "far/away/index")
@@ -294,7 +293,7 @@ def test_a_folder_of_the_first_format_is_still_read(tmp_path, finished):
     (folder / "vectors.npy").unlink()
     record = json.loads((folder / "manifest.json").read_text())
     young = ("factory", "dtype", "index_bytes", "largest_norm", "parameters", "recall", "reason", "hashed")
-    (folder / "hashes.json").unlink()  # which no folder of that format has
+    (folder / "hashes.json").unlink()  # the first format has none
     old = {key: value for key, value in record.items() if key not in young} | {"format": 1}
     (folder / "manifest.json").write_text(json.dumps(old))
     edit_manifest(folder, vectors_bytes=(folder / "vectors.faiss").stat().st_size)

@@ -1,4 +1,4 @@
-"""Hybrids: the sum over ranks, ties by row, members that are those it was built from."""
+"""Test hybrid indexes: the sum over ranks, ties by row, and the refusal of members other than those of the build."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from thresher.retrieval.retriever import Hit, Retriever, check_positive
 
 
 class Scripted(Retriever):
-    """Finds the rows it was told to, in that order, whatever is asked."""
+    """Retriever that returns given rows in their order, whatever the query."""
 
     def __init__(self, corpus: Corpus, rows: list[int]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_ranks_are_summed():
 
 
 def test_equal_sums_go_by_row():
-    # Everyone is first somewhere and second somewhere else.
+    # Each row has each rank once, so all sums are equal.
     assert [row for row, _ in pairs(join([4, 1], [1, 4]), 2)] == [1, 4]
     assert [row for row, _ in pairs(join([5, 3, 1], [3, 1, 5], [1, 5, 3]), 2)] == [1, 3]
 
@@ -70,7 +70,7 @@ def test_members_are_asked_for_the_depth_or_for_k_where_that_is_more():
     assert [member.asked for member in hybrid.members] == [[2, 4], [2, 4]]
     deep = join([0], [1])
     pairs(deep, 1)
-    assert deep.members[0].asked == [6]  # the whole corpus is less than 100
+    assert deep.members[0].asked == [6]  # the whole corpus has fewer than 100 passages
 
 
 def test_a_query_that_no_member_can_answer():
@@ -92,7 +92,7 @@ def test_members_of_other_corpora_and_too_few_of_them_are_refused():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A corpus, two indexes and their hybrid, all in one folder."""
+    """Build a corpus, two indexes and their hybrid in one folder."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "corpus.jsonl").write_text(
@@ -117,10 +117,10 @@ def test_loaded_it_is_the_sum_of_its_members(folder):
     assert isinstance(hybrid, Hybrid) and hybrid.depth == 10
     by_hand = Hybrid([load_retriever(folder / "bm25"), load_retriever(folder / "lexical")], 10)
     assert [[(hit.row, hit.score) for hit in hits] for hits in by_hand.search(["word2 word7"], 4)] == ask(folder)[:1]
-    # One corpus in memory, not one for every member.
+    # The members share one corpus in memory.
     assert all(member.corpus is hybrid.corpus for member in hybrid.members)
     before = ask(folder)
-    assert ask(folder.rename(folder.with_name("moved"))) == before  # all of them together
+    assert ask(folder.rename(folder.with_name("moved"))) == before  # all folders move together
     with pytest.raises(UserError, match="the index was built from another corpus"):
         load_hybrid(folder.with_name("moved") / "hybrid", letters(), load_retriever)
 

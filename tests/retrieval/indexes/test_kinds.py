@@ -1,4 +1,4 @@
-"""Kinds of index: their names read, their sizes, and which is picked for a memory."""
+"""Test the kinds of index: parsing of their names, their estimated sizes, and the choice for a memory size."""
 
 import pytest
 
@@ -86,16 +86,16 @@ def test_sizes_of_the_case_everyone_has():
     flat = estimate("flat", *WIKI)
     assert flat.disk_bytes == 21_015_324 * 768 * 4 == 64_559_075_328
     assert estimate("flat16", *WIKI).disk_bytes * 2 == flat.disk_bytes
-    # A streamed build holds slices, whatever the corpus.
+    # A streamed build holds slices, so its RAM does not depend on the corpus.
     assert flat.build_ram_bytes == estimate("flat", 1000, 768).build_ram_bytes < 600e6
     graph = estimate("HNSW32", *WIKI)
     assert graph.disk_bytes == flat.disk_bytes + 21_015_324 * (4 * 66 + 12) and graph.gpu_bytes == 0
     seen = estimate("PCA192,HNSW32", *WIKI)
     assert seen.ram_bytes == 21_015_324 * (4 * 192 + 4 * 66 + 12) + 200_000_000
     assert seen.disk_bytes == flat.disk_bytes + 21_015_324 * (4 * 192 + 4 * 66 + 12)
-    # The directions of a small set take more memory to be found than its graph.
+    # For a small set, finding the PCA directions takes more memory than the graph.
     assert estimate("PCA8,HNSW4", 65_536, 768).build_ram_bytes == 65_536 * 3072 + 2 * 64 * 2**20 + 200_000_000
-    # A byte a coordinate, and vectors of its own beside the kept ones.
+    # One byte per coordinate, or two in fp16, for the graph's own vectors next to the kept ones.
     for kind, width in (("HNSW32_SQ8", 768), ("PCA192,HNSW32_SQ8", 192), ("HNSW32_SQfp16", 2 * 768)):
         coded = estimate(kind, *WIKI)
         assert coded.ram_bytes == 21_015_324 * (width + 4 * 66 + 12) + 200_000_000

@@ -1,4 +1,4 @@
-"""Files of vectors that grow and are gone on with, and exact search over rows in float16."""
+"""Test files of vectors that are appended to and resumed, and exact search over rows in float32 and float16."""
 
 import os
 import signal
@@ -102,7 +102,7 @@ def test_a_forked_process_has_readers_of_its_own(tmp_path):
 )
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_what_faiss_scans_is_exact_in_blocks(seed, count, dim, k, queries, levels, dtype):
-    """Few levels make many exact ties, many levels near ties that float32 sums may swap."""
+    """Few levels make many exact ties; many levels make near ties that float32 sums may swap."""
     rng = np.random.default_rng(seed)
     stored_ND = (rng.integers(-levels, levels + 1, (count, dim)) / levels).astype(dtype)
     query_QD = (rng.integers(-levels, levels + 1, (queries, dim)) / levels).astype(np.float32)

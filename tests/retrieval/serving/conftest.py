@@ -1,4 +1,4 @@
-"""Servers for one test, over a retriever that answers as it is told."""
+"""Fixtures: servers for one test, over a scripted retriever."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +15,12 @@ from thresher.retrieval.serving.server import Server
 def scripted() -> Iterator[Scripted]:
     retriever = Scripted()
     yield retriever
-    retriever.go.set()  # or the server's thread would wait for it
+    retriever.go.set()  # otherwise the server's thread would wait for it
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """serve(retriever, **settings) -> a running Server, ended with the test."""
+    """Return serve(retriever, **settings) -> a running Server, which ends with the test."""
     running: list[Server] = []
 
     def start(retriever: Retriever, **settings: Any) -> Server:

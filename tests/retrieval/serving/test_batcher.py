@@ -1,4 +1,4 @@
-"""Requests that wait are searched together: in their order, by k, up to a size; and only the guilty one fails."""
+"""Test that waiting requests are searched together, in order, by k, up to a size, and that only a faulty one fails."""
 
 import threading
 import time
@@ -28,12 +28,12 @@ Held = tuple[list[tuple[list[str], int]], threading.Event, Batcher, "Future[list
 
 
 def held(max_batch: int, max_waiting: int, first: str = "first") -> Held:
-    """What is searched, what lets searches go on, and a batcher whose thread is at the first of them."""
+    """Return the log of searches, the event that releases them, a batcher that holds the first, and its future."""
     log: list[tuple[list[str], int]] = []
     gate = threading.Event()
     batcher = Batcher(searching(log, gate), max_batch=max_batch, max_wait=0.0, max_waiting=max_waiting)
     future = batcher.submit([first], 1, "z")
-    until(lambda: batcher.waiting == 0)  # the thread is at it, and the rest will wait
+    until(lambda: batcher.waiting == 0)  # the thread has taken it, and later requests wait
     return log, gate, batcher, future
 
 
@@ -69,7 +69,7 @@ def test_a_batch_waits_for_others_but_not_once_it_is_full() -> None:
     last = batcher.submit(["e"], 1, "e")
     time.sleep(0.05)
     assert not last.done()
-    batcher.close()  # whoever still waits is answered, and nobody new
+    batcher.close()  # waiting requests are answered, new ones are refused
     assert ids(last) == ["e"]
     with pytest.raises(Full):
         batcher.submit(["f"], 1, "f")
@@ -87,7 +87,7 @@ def test_only_the_guilty_request_fails() -> None:
 
 
 def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
-    """Four clients ask for much, one of them with another k; a fifth for one query when a search of theirs begins."""
+    """Four clients send many queries, one of them with another k; a fifth sends one when a search of theirs begins."""
     log: list[list[str]] = []
     asked: list[int] = []
     waited: list[int] = []
@@ -108,9 +108,9 @@ def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
     ready.set()
     assert [len(future.result(20)) for future in greedy] == [500] * 4
     batcher.close()
-    assert waited == [1] * 30  # the next, and alone in it
+    assert waited == [1] * 30  # in the next batch, and alone in it
     assert [queries for queries in log if "lone" in queries] == [["lone"]] * 30
-    # While it asks, the batches between are half as long; the four have equal shares of them, and then of the others.
+    # While the fifth client asks, the other batches are half as long; the four have equal shares of all batches.
     sizes = [len(queries) for queries in log if "lone" not in queries]
     assert set(sizes[1:29]) == {16} and sizes[35:45] == [32] * 10
     taken = [sum(queries.count(f"{client}") for queries in log[:80]) for client in range(4)]

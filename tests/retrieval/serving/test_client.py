@@ -1,4 +1,4 @@
-"""The client: what a server says is what an index would have said, or there is a sentence about what is wrong."""
+"""Test the client: it returns what the index would return, or raises an error that says what is wrong."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ QUERIES = ["the rival of Mia Noor", "spouse", "Anna Bell", "teacher of Otto Pike
 
 
 class Stub:
-    """A server that does what it is told: `script` holds a (status, body) for each POST to come, or a word."""
+    """Scripted server: `script` holds, for each coming POST, a (status, body) or the name of a `do_` method."""
 
     def __init__(self) -> None:
         self.script: list[Any] = []
@@ -60,7 +60,7 @@ class Stub:
                 stub.sent.set()
 
             def do_break(self) -> None:
-                # Lingering for no time at all makes the close a reset.
+                # A linger time of zero turns the close into a reset.
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
             def do_half(self) -> None:
@@ -118,7 +118,7 @@ def stub() -> Iterator[Stub]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses between attempts, which are noted and cut short."""
+    """Record the pauses between attempts, and cut them short."""
     taken: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(client_module.time, "sleep", lambda seconds: (taken.append(seconds), sleep(0.001)))
@@ -134,7 +134,7 @@ def server(tiny_index: Index) -> Iterator[Server]:
         yield running
 
 
-# as an index in this process
+# the same results as an index in this process
 
 
 def test_the_hits_are_those_of_the_index_but_for_their_rows(server: Server, tiny_index: Index) -> None:
@@ -148,12 +148,12 @@ def test_one_request_for_all_that_wait_over_one_connection(server: Server, monke
     remote = RemoteRetriever(server.url)
     for _ in range(3):
         remote.search(QUERIES, 3)
-    assert server.app.metrics.requests["/retrieve", 200] == 1 and server.app.metrics.queries == 4  # the cache has them
-    assert (remote.stats.queries, remote.stats.cached) == (18, 13)  # the blank one is nobody's to answer
+    assert server.app.metrics.requests["/retrieve", 200] == 1 and server.app.metrics.queries == 4  # the rest are cached
+    assert (remote.stats.queries, remote.stats.cached) == (18, 13)  # the blank query is sent to no server
     split = RemoteRetriever(server.url, max_batch=3)
     assert split.search(QUERIES, 3) == remote.search(QUERIES, 3)
     assert server.app.metrics.requests["/retrieve", 200] == 3
-    assert server.connections == 2  # one of each client
+    assert server.connections == 2  # one per client
     monkeypatch.setattr(client_module, "MAX_PASSAGES", 8)
     RemoteRetriever(server.url).search(QUERIES, 4)
     assert server.app.metrics.requests["/retrieve", 200] == 5
@@ -174,7 +174,7 @@ def test_k_is_held_to_the_passages_that_a_server_tells_of(server: Server, stub: 
 
 
 def test_search_r1s_own_server(stub: Stub) -> None:
-    """No /health, whole numbers as ids, more in a document than is asked for."""
+    """Search-R1's server has no /health, integer ids, and extra keys in a document."""
     document = {"id": 7, "contents": '"The Title"\nSome text.', "title": "x"}
     stub.script = [(200, {"result": [[{"document": document, "score": 1}]]})]
     found = RemoteRetriever(f"{stub.url}/retrieve").search(["q"], 1)
@@ -182,7 +182,7 @@ def test_search_r1s_own_server(stub: Stub) -> None:
     assert stub.asked == [{"queries": ["q"], "topk": 1, "return_scores": True}] and stub.paths == ["/retrieve"]
 
 
-# a server in trouble
+# a faulty server
 
 
 @pytest.mark.parametrize("trouble", [(503, {}), (500, {}), (502, b"<html>"), (429, {}), "break", "half", "sleep"])
@@ -301,7 +301,7 @@ QUESTION = [[{"role": "user", "content": "q"}]]
 
 @pytest.mark.parametrize("answer", ["flood", "inflate", "chunk"])
 def test_an_answer_of_any_size_is_not_read(stub: Stub, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that announces its length, nor one that inflates, nor one without end."""
+    """The answer announces a large length, inflates to one, or has no end."""
     monkeypatch.setattr(http_module, "MOST_BYTES", 2**20)
     stub.script = [answer] * 2
     remote, endpoint = RemoteRetriever(stub.url), Endpoint(stub.url, "m")
@@ -314,9 +314,9 @@ def test_an_answer_of_any_size_is_not_read(stub: Stub, answer: str, monkeypatch:
 
 
 def test_the_limit_on_time_is_of_the_whole_answer(stub: Stub) -> None:
-    """A byte at a time, each within the limit of one read."""
+    """The server sends one byte at a time, each within the limit of one read."""
     stub.script = ["drip"] * 9
-    ended = threading.Timer(60, stub.over.set)  # without the limit the test fails here, and does not hang
+    ended = threading.Timer(60, stub.over.set)  # without the limit the test fails here instead of hanging
     ended.start()
     with pytest.raises(Unanswered, match=r"an answer that took longer than 0\.5 s"):
         RemoteRetriever(stub.url, timeout=0.5, patience=0.1).search(["q"], 1)

@@ -1,4 +1,4 @@
-"""The server: two dialects answered to the letter, nonsense refused with a reason, load shared, and never a trace."""
+"""Test the server: exact answers in two dialects, refusals with a reason, shared searches, and no tracebacks."""
 
 import http.client
 import json
@@ -30,7 +30,7 @@ from thresher.retrieval.serving.server import Server, serve_folder
 SERVER = "thresher.retrieval.serving.server"
 
 
-# what is answered
+# answers
 
 
 def test_search_r1_and_verl_get_what_they_parse(serve, scripted):
@@ -64,7 +64,7 @@ def test_recall_gets_what_it_parses(serve, scripted):
     assert ask(server, "/batch_search", many)[1] == [documents["a"], documents["b"]]
     both = [[documents["a"], documents["b"]], [[1.0, 0.5], [1.0, 0.5]]]
     assert ask(server, "/batch_search", many | {"return_score": True})[1] == both
-    # Its default is 10; there are only 9.
+    # The default is 10, and the corpus has 9 passages.
     assert len(ask(server, "/search", {"query": "a"})[1]) == 9 and len(ask(server, "/search", one)[1]) == 2
 
 
@@ -78,7 +78,7 @@ def test_a_passage_comes_back_as_it_was_sent(title, text):
     assert contents(Passage("p", f"{title}\n", text)) == contents(Passage("p", f"{title} ", text))
 
 
-# a server in trouble
+# failures and load
 
 
 def test_a_search_that_fails_says_so_and_no_more(serve, scripted, capfd):
@@ -95,7 +95,7 @@ def test_a_search_that_hangs_and_a_queue_that_is_full(serve, scripted):
     scripted.go.clear()
     status, answer, headers = ask(server, "/retrieve", {"queries": ["a"]})
     assert (status, headers["retry-after"]) == (503, "1") and "not done within 0.3 s" in answer["error"]
-    with ThreadPoolExecutor() as pool:  # these two wait behind it and give up too
+    with ThreadPoolExecutor() as pool:  # these two wait for the same search and give up too
         waiting = [pool.submit(ask, server, "/retrieve", {"queries": [query]}) for query in ("b", "c")]
         until(lambda: server.app.batcher.waiting == 2)
         status, answer, headers = ask(server, "/retrieve", {"queries": ["d"]})
@@ -107,7 +107,7 @@ def test_a_search_that_hangs_and_a_queue_that_is_full(serve, scripted):
     scripted.go.set()
     until(lambda: ask(server, "/health")[0] == 200)
     assert ask(server, "/retrieve", {"queries": ["e"]})[0] == 200
-    assert [queries for queries, _ in scripted.searched] == [["a"], ["e"]]  # nobody waits for b and c any more
+    assert [queries for queries, _ in scripted.searched] == [["a"], ["e"]]  # the requests for b and c have given up
 
 
 def test_too_many_requests(serve, scripted):
@@ -127,8 +127,8 @@ HALF = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r
 
 
 def test_waiting_connections_make_room(serve, scripted, monkeypatch):
-    """Connections without a request, with half a head, half a body: more than there is room for. Those that have waited
-    longest make room for who has something to ask, and one that is served is never among them."""
+    """Open more connections than fit, without a request, with half a head, or with half a body. The server closes those
+    that have waited longest when a request arrives, but never one that it serves."""
     monkeypatch.setattr(f"{SERVER}.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     monkeypatch.setattr(f"{SERVER}.FEWEST", 9)
     server = serve(scripted, max_connections=3)
@@ -295,11 +295,11 @@ def test_the_load_generator_counts_what_it_was_answered(serve, scripted, monkeyp
     assert refused["requests"] == 0 and refused["failed"] == server.app.metrics.requests["/retrieve", 400] > 0
 
 
-# refusals: nonsense by its reason, what is no HTTP, bodies that are too long or never arrive
+# refusals: invalid values, invalid HTTP, bodies that are too long or never arrive
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
-    """Everything that comes back until the server ends the connection or falls silent."""
+    """Return all bytes that arrive until the server ends the connection or sends nothing for a second."""
     answer = b""
     with socket.create_connection(address(server), timeout=1.0) as connection:
         connection.sendall(sent)
@@ -383,13 +383,13 @@ HOSTS_REFUSED = "evil.example localhost.evil.example 127.0.0.1.evil.example evil
     ],
 )
 def test_a_host_header_that_names_another_server(hosts, status, serve, scripted, monkeypatch):
-    """A page whose name was made to resolve to this machine must not read what the server answers."""
+    """A web page whose host name resolves to this machine must not be able to read the server's answers."""
     monkeypatch.setattr("socket.gethostname", lambda: "This-Machine.cluster")
     server = serve(scripted, allow_hosts=("node17", "Proxy.example"))
     head = "".join(f"Host: {host}\r\n" for host in hosts) + "Connection: close\r\n"
     for path in ("/health", "/metrics"):
         answer = exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
-        # aiohttp itself may refuse a request with none or two.
+        # aiohttp itself may refuse a request with no Host header or two.
         assert int(answer[9:12]) in ((status,) if len(hosts) == 1 else (400, 403)), answer
         assert (b"passages" in answer or b"requests_total" in answer) == (status == 200)
     if status == 403 and len(hosts) == 1:
@@ -406,7 +406,7 @@ def test_the_hosts_of_a_request():
 
 
 def test_what_is_no_http(serve, scripted, capfd, monkeypatch):
-    """Alone, after a request, in a body, and in a body whose request was refused before it was read."""
+    """Invalid HTTP arrives alone, after a request, in a body, and in the body of a request that was already refused."""
     monkeypatch.setattr(f"{SERVER}.LINGER_SECONDS", 0.1)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -420,7 +420,7 @@ def test_what_is_no_http(serve, scripted, capfd, monkeypatch):
         assert connection.recv(12) == b"HTTP/1.1 405"
         connection.sendall(b"zz\r\n")
         while connection.recv(65_536):
-            pass  # ends, and nothing more is said
+            pass  # the connection ends without another answer
     assert ask(server, "/health")[0] == 200 and capfd.readouterr().err == ""
 
 
@@ -439,8 +439,8 @@ def test_a_body_that_is_too_long(serve, scripted, monkeypatch):
 
 
 def test_a_body_that_is_far_too_long_gets_its_413(serve, scripted):
-    """To a client that reads nothing before it has sent everything, with a length and in chunks; one that asks first
-    whether to send it is not told to."""
+    """The client sends the whole body before it reads, with a length or in chunks. A client that first asks whether to
+    send the body (Expect: 100-continue) is refused before it sends it."""
     server = serve(scripted, max_body=1000)
     for body in (b"x" * 30_000_000, (b"x" * 100_000 for _ in range(100))):
         connection = http.client.HTTPConnection(*address(server), timeout=20)
@@ -454,7 +454,7 @@ def test_a_body_that_is_far_too_long_gets_its_413(serve, scripted):
 
 
 def test_a_request_that_does_not_arrive(serve, scripted, monkeypatch):
-    """Half a body, no head, half a head, and a pause after a request: each time the connection ends."""
+    """The connection ends after half a body, no head, half a head, and a pause after a request."""
     monkeypatch.setattr(f"{SERVER}.LINGER_SECONDS", 0.1)
     monkeypatch.setattr(f"{SERVER}.IDLE_SECONDS", 0.2)
     server = serve(scripted, timeout=0.2)

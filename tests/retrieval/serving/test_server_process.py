@@ -1,4 +1,4 @@
-"""`thresher serve-retriever` as a process: it serves an index, ends cleanly, and outlives whatever is thrown at it."""
+"""Test `thresher serve-retriever` as a process: it serves an index, ends cleanly, and survives malformed requests."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FUZZED = int(os.environ.get("THRESHER_FUZZ", "1500"))
 
 
 def spawn(index: Path, *flags: str, log: Any = None) -> tuple["subprocess.Popen[str]", str]:
-    """`thresher serve-retriever` and its address; `log` is a file for what it says on stderr."""
+    """Start `thresher serve-retriever`; return the process and its address. `log` is a file for its stderr."""
     command = [sys.executable, "-P", "-m", "thresher.cli", "serve-retriever", "--index", str(index), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
@@ -40,7 +40,7 @@ Spawned = tuple["subprocess.Popen[str]", str, Path]
 
 @pytest.fixture(scope="module")
 def spawned(tiny_index_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawned]:
-    """The process, its address, and the file of what it says on stderr."""
+    """Yield the process, its address, and the file of its stderr."""
     path = tmp_path_factory.mktemp("log") / "stderr"
     with path.open("w") as log:
         process, url = spawn(tiny_index_folder, "--port", "0", log=log)
@@ -61,7 +61,7 @@ def test_the_command_serves_an_index(spawned: Spawned, tiny_index: Index, tiny_i
 
 
 def test_sigterm_lets_what_has_arrived_finish(tiny_index_folder: Path) -> None:
-    """A batch that waits for others is searched at once, and answered; what is idle or half sent holds nobody up."""
+    """A waiting batch is searched at once and answered; idle connections and half-sent requests delay nothing."""
     process, url = spawn(tiny_index_folder, "--port", "0", "--max-wait-ms", "700")
     half = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"
     open_ones = [socket.create_connection(address(url)) for _ in range(3)]
@@ -82,7 +82,7 @@ def test_sigterm_lets_what_has_arrived_finish(tiny_index_folder: Path) -> None:
 
 
 def fuzzed(draw: Random) -> bytes:
-    """A request that is wrong somewhere, or is no request at all; a few are right."""
+    """Return a malformed request, or bytes that are not a request; a few requests are valid."""
     body = draw.choice((some_json(draw, 3), some_request(draw)))
     data = json.dumps(body).encode() if draw.random() < 0.8 else draw.randbytes(draw.randrange(200))
     if draw.random() < 0.1:
@@ -137,10 +137,10 @@ def some_request(draw: Random) -> Any:
 
 
 def test_fuzzed_requests_leave_it_alive_and_small(spawned: Spawned) -> None:
-    """With THRESHER_FUZZ=10000, as many. Most connections end without having read, as a careless client's do."""
+    """THRESHER_FUZZ sets the number of requests. Most connections close without reading, like a careless client's."""
     process, url, log = spawned
     draw = Random(5)
-    for number in range(FUZZED // 4):  # what a server needs once, it needs before the count begins
+    for number in range(FUZZED // 4):  # allocate one-time memory before the measurement
         throw(url, fuzzed(draw), number % 4 == 0)
     before, statuses = resident_kib(process.pid), set()
     for number in range(FUZZED):
@@ -157,7 +157,7 @@ def test_fuzzed_requests_leave_it_alive_and_small(spawned: Spawned) -> None:
 
 
 def throw(url: str, request: bytes, read: bool) -> int:
-    """Send bytes; the status of the answer, 0 without one."""
+    """Send bytes; return the status of the answer, or 0 without one."""
     with socket.create_connection(address(url), timeout=20) as connection:
         try:
             connection.sendall(request)

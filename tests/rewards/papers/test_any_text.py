@@ -1,4 +1,4 @@
-"""Every reward of every transcript: bounds, the same twice, and no text that takes long."""
+"""Tests of every reward on arbitrary transcripts: bounds, equal results twice, and no text that takes long."""
 
 from collections.abc import Callable
 from functools import partial
@@ -79,7 +79,7 @@ def test_any_bytes(
 
 @pytest.mark.parametrize("number", range(len(LONG)))
 def test_a_hundred_kilobytes(number: int) -> None:
-    """No clock is read: what is quadratic in such a text takes minutes."""
+    """Quadratic work on such a text would take minutes, which would be noticed without measuring time."""
     text = LONG[number]
     whole = all(tag not in text for tag in ("<answer>", "</answer>"))
     paris, search, passage = "<answer>Paris</answer>", "<search>q</search>", ("", text)

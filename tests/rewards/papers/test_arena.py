@@ -1,4 +1,4 @@
-"""ARENA's reward: its four parts by hand, how references may be named, and what fools the original."""
+"""Tests of ARENA's reward: its four parts, worked out by hand, forms of references, and what fools the original."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ INDICES: list[tuple[set[int] | None, tuple[str, ...]]] = [
     ({0}, ("[0]",)),
     (set(), ("[]", "[],[]")),
     (None, ("", "[1,5", "[1,]", "1,", "[1] and [5]", "[1],5", "[[1],[5]]", "1 5", "[1 5]", "[1-5]", "[-1]", '["1"]')),
-    (None, ("[1,5].", "Reference 1", "[12345678901]", "[\u0661]")),  # the last is a digit of another script
+    (None, ("[1,5].", "Reference 1", "[12345678901]", "[\u0661]")),  # the last one is a digit of another script
 ]
 
 
@@ -40,7 +40,7 @@ def sections(named: str, answer: str = "Paris") -> str:
 
 
 CASES = [
-    # what it tries, pieces, format, accuracy, relevance (gold 1 and 5)
+    # case, pieces, format, accuracy, relevance (gold 1 and 5)
     ("all right: the maximum", [sections("[1,5]")], 1, 1, 1),
     ("one of two", [sections("[1]")], 1, 1, 0.5),
     ("one too many", [sections("[1,2,5]")], 1, 1, 0.5),
@@ -79,8 +79,8 @@ def test_parts_of_the_maximum() -> None:
     [
         ([1, 5], "[1,2,3,4,5]", None, 0.5),
         ([1, 5], "[1,2,3,4,5]", 5, 0.5),
-        ([1, 5], "[1,2,3,4,5]", 4, 0.0),  # a cap closes the hole of naming all
-        ([1, 5], "[1,1,1,2]", 2, 0.5),  # named twice is named once
+        ([1, 5], "[1,2,3,4,5]", 4, 0.0),  # a cap makes naming all references useless
+        ([1, 5], "[1,1,1,2]", 2, 0.5),  # an index named twice counts once
         ([1, 5], "[1,5]", 1, 1.0),  # the gold set is right, whatever its size
         (None, "[1,5]", None, 0.0),
         (None, "[]", None, 0.0),
@@ -124,7 +124,7 @@ def test_a_judge_decides_where_it_is_asked_to() -> None:
     assert judged("p:<answer> </answer>", True) == 0.0
     with pytest.raises(UserError, match="needs a judge's verdict"):
         judged(sections("[1]"), None)
-    assert arena_reward(attempt(sections("[1]"), gold_indices=[1], verdict=False)).reward == 13.0  # EM does not ask
+    assert arena_reward(attempt(sections("[1]"), gold_indices=[1], verdict=False)).reward == 13.0  # EM needs no judge
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem:
 
 
 NAIVE = [
-    # what it tries, pieces, format, answer
+    # case, pieces, format, answer
     ("right", ["q:q", "p:<think>x</think>\n<answer>Paris</answer>"], 1, 1),
     ("wrong", ["p:<think>x</think><answer>Rome</answer>"], 1, 0),
     ("partly right", ["p:<think>x</think><answer>Paris, France</answer>"], 1, 0),

@@ -1,4 +1,4 @@
-"""EviNote-RAG's reward: its equation and its eight variants by hand, marks, form, and what fools the original."""
+"""Tests of EviNote-RAG's reward: its equation and eight variants, worked out by hand, marks, form, and attacks."""
 
 from typing import Any, get_args
 
@@ -9,7 +9,7 @@ from thresher.rewards import RewardResult, UserError, evinote_claims, evinote_re
 from thresher.rewards.papers.evinote import NOTE_TAGS, Variant, has_mark, notes
 
 MARKS: list[tuple[str, tuple[str, ...]]] = [
-    # the marks that the notes carry
+    # the marks in the notes
     ("*-", ("* Paris is the capital\n- the date is unsure", "*Paris* is the capital, -perhaps-", "-x- y, *x* y")),
     ("*-", ("*Paris is the capital.* -Since when is open.-", "**Paris** is it, --perhaps--", "so -x y- z, *x y* z")),
     ("*-", ("  - indented\n\t* too", "(*in brackets*) and '-in quotes-'", "- *both*, one an item, one a pair")),
@@ -42,7 +42,7 @@ def episode(note: str = NOTE, answer: str = PARIS) -> list[str]:
 
 
 SEN = [
-    # what it tries, pieces, format, answer, notes, reward with an entailment of .5
+    # case, pieces, format, answer, notes, reward with an entailment of .5
     ("right", episode(), 1, 1, 1, 1.5),
     ("right, unmarked", episode(PLAIN), 1, 1, 0, 1.5),
     ("wrong, marked", episode(NOTE, ROME), 1, 0, 1, 0.6),
@@ -154,7 +154,7 @@ def test_every_variant(variant: Any) -> None:
         ("NS", PLAIN, 1),
         ("NS", "<evidence>x</evidence>", 0),
         ("Base", "", 1),
-        ("Base", "<note>", 1),  # no tag of its own, so text
+        ("Base", "<note>", 1),  # not a tag of this variant, so plain text
         ("FS", "", 0),
     ],
 )
@@ -167,12 +167,12 @@ def test_entailment_is_a_measure_and_rewarded_where_a_judge_was_asked() -> None:
     for variant in variants:
         with pytest.raises(UserError, match=r"variant (SEN|FS)\+EQR rewards entailment.*give a judge"):
             evinote_reward(attempt(*episode()), variant=variant)
-        # Where nobody noted anything there is nothing to ask a judge.
+        # Without a note there is nothing to ask a judge.
         assert evinote_reward(attempt(*BARE, f"p:{PARIS}"), variant=variant).parts["entailment"] == 0.0
         assert evinote_reward(attempt(*episode(), golds=("The", "")), variant=variant).parts["entailment"] == 0.0
     variants = ("NS", "FS", "FS+SR", "SEN")
     for variant in variants:
-        assert evinote_reward(attempt(*episode()), variant=variant).parts["entailment"] is None  # nobody was asked
+        assert evinote_reward(attempt(*episode()), variant=variant).parts["entailment"] is None  # no judge was asked
         judged = evinote_reward(attempt(*episode(), entailment=0.75), variant=variant)
         assert (judged.parts["entailment"], judged.reward) == (0.75, 1.0)
 

@@ -1,4 +1,4 @@
-"""EviOmni's reward: lengths and answers by hand, what fools a pattern over the transcript, bounds that always hold."""
+"""Tests of EviOmni's reward: lengths and answers, worked out by hand, what fools a pattern search, and bounds."""
 
 import math
 from typing import Any
@@ -26,12 +26,12 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize(
     ("r", "e", "tau", "expected"),
     [
-        (10, 10, 0.5, 0.5),  # as long as each other: a half, whatever tau
+        (10, 10, 0.5, 0.5),  # equal lengths: a half, whatever tau
         (10, 10, 0.1, 0.5),
         (20, 10, 0.5, sigmoid(2)),
         (10, 20, 0.5, sigmoid(-2)),
         (1_000_000, 1, 0.1, 1.0),
-        (1, 1_000_000, 0.1, 0.0),  # exp would overflow if it were written carelessly
+        (1, 1_000_000, 0.1, 0.0),  # a careless exp would overflow
         (10, 0, 0.5, 0.0),
         (0, 10, 0.5, 0.0),
         (0, 0, 0.5, 0.0),
@@ -44,7 +44,7 @@ def test_length_of_the_rationale(r: int, e: int, tau: float, expected: float) ->
 @pytest.mark.parametrize(
     ("e", "passages", "gamma", "expected"),
     [
-        (10, 100, 0.5, 1.0),  # .9 saved is enough: 1 exactly
+        (10, 100, 0.5, 1.0),  # .9 saved is enough: exactly 1
         (11, 100, 0.5, math.sqrt(0.89)),  # the jump at omega, as printed
         (50, 100, 0.5, math.sqrt(0.5)),
         (50, 100, 1.0, 0.5),
@@ -83,13 +83,13 @@ WHOLE = ["q:q", f"p:{R}{E}", f"p:\n{PARIS}"]
 
 
 def branches(rationale: str | None = None, evidence: str | None = None, full: str | None = None) -> dict[str, Any]:
-    """Branches as the engine leaves them: their contexts end in the opening tag, but for `full`."""
+    """Return branches as the engine leaves them: their contexts end in the opening tag, except for `full`."""
     found = {"rationale": (rationale, "q:..<answer>"), "evidence": (evidence, "q:..<answer>"), "full": (full, "q:..")}
     return {name: transcript(context, f"p:{text}") for name, (text, context) in found.items() if text is not None}
 
 
 def test_by_hand() -> None:
-    """F1 2/3, 0 and 1; lengths 4, 2 and 20; all in form."""
+    """Token F1 is 2/3, 0 and 1, lengths are 4, 2 and 20, and the form is right."""
     tried = attempt(*WHOLE, passages=PASSAGES, branches=branches("Paris, France</answer>", "Rome</answer>"))
     answer, rationale, evidence = 5 / 9, sigmoid(2), 1.0
     length = (rationale + evidence) / 2
@@ -124,19 +124,19 @@ def test_each_answer_can_be_switched_off_and_is_measured_all_the_same(
     assert result.reward == result.parts["answer"] == pytest.approx(expected)
     names = [f"answer_{name}" for name in ("rationale", "evidence", "full")]
     assert [result.parts[name] for name in names] == pytest.approx([0.5, 0, 1])
-    # Of those that were not written only one that counts is 0: it was due, and is missing.
+    # An unwritten answer is 0 only if it counts, because it was required.
     bare = eviomni_reward(attempt(*WHOLE), rationale=rationale, evidence=evidence, full=full)
     assert [bare.parts[name] for name in names] == [0 if rationale else None, 0 if evidence else None, 1]
 
 
 BRANCH = [
-    # what the policy wrote behind the engine's <answer>, F1 against Paris
+    # the policy's text after the engine's <answer>, F1 against Paris
     ("Paris</answer>", 1.0),
     ("<answer>Paris</answer>", 1.0),  # text from elsewhere opens it again
     ("so <answer>Paris</answer>", 1.0),
     ("<answer>Paris", 0.0),
     ("", 0.0),
-    ("</answer><answer>Paris</answer>", 0.0),  # it ended before
+    ("</answer><answer>Paris</answer>", 0.0),  # the answer ended before
     ("Rome</answer><answer>Paris</answer>", 0.0),
 ]
 
@@ -145,7 +145,7 @@ BRANCH = [
 def test_answers_beside_the_trajectory(written: str, f1: float) -> None:
     parts = eviomni_reward(attempt(*WHOLE, branches=branches(written, written))).parts
     assert parts["answer_rationale"] == parts["answer_evidence"] == f1
-    assert parts["format"] == 1.0  # theirs is not part of it
+    assert parts["format"] == 1.0  # the branches are not part of it
 
 
 def test_a_branch_is_read_where_the_policy_wrote_it() -> None:
@@ -158,7 +158,7 @@ def test_a_branch_is_read_where_the_policy_wrote_it() -> None:
 
 
 FULL = [
-    # what it tries, pieces, branch, o_f, format
+    # case, pieces, branch, o_f, format
     ("in the transcript", [f"p:{R}{E}{PARIS}"], None, "Paris", 1),
     ("in the branch", [f"p:{R}{E}"], PARIS, "Paris", 1),
     ("nowhere", [f"p:{R}{E}"], None, None, 0),
@@ -234,7 +234,7 @@ def test_what_is_refused(options: dict[str, Any], problem: str) -> None:
 
 @pytest.mark.parametrize("between", [" ", "\u200b", "\u2060", "\u00a0", "\ufeff", "_", ".", "\n"])
 def test_what_joins_words_shortens_nothing(between: str) -> None:
-    """Evidence that is the passage, however its words are put together: nothing was saved."""
+    """Evidence equal to the passage saves nothing, whatever joins its words."""
     passage = [("", "one two three four five six seven eight nine ten")]
     evidence = passage[0][1].replace(" ", between)
     tried = attempt(f"p:<reason>r</reason><extract>{evidence}</extract>{PARIS}", passages=passage)

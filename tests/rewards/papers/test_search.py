@@ -1,4 +1,4 @@
-"""Rewards of Search-R1, Eval-RAR and Tree-GRPO: honest transcripts, and those after what is not theirs."""
+"""Tests of the rewards of Search-R1, Eval-RAR and Tree-GRPO: honest transcripts, and those that try to cheat."""
 
 import pytest
 from reward_cases import transcript
@@ -9,7 +9,7 @@ SEARCH = "p:<think>t</think><search>who</search>"
 PASSAGE = 'r:<information>Doc 1(Title: "P") Paris is the capital.</information>'
 
 CASES = [
-    # what it tries, pieces, golds, Search-R1, Eval-RAR
+    # case, pieces, golds, Search-R1, Eval-RAR
     ("right", [SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate><answer>Paris</answer>"], ["Paris"], 1, 1),
     ("right without evaluating", [SEARCH, PASSAGE, "p:<answer>the Paris.</answer>"], ["Lyon", "Paris"], 1, 1),
     ("wrong, evaluated", [SEARCH, PASSAGE, "p:<evaluate>It is Paris</evaluate><answer>Rome</answer>"], "Paris", 0, 0.1),
@@ -91,10 +91,10 @@ def test_the_switches_of_eval_rar() -> None:
 
 @pytest.mark.parametrize(
     ("parts", "reward", "code"),
-    [  # what is written; the reward as the equation has it, and as the released code (exact match, an answer required)
+    [  # pieces; the reward by the equation, and by the released code (exact match, an answer required)
         (["p:<refine>Anna Bell</refine><answer>Anna Bell</answer>"], 1.0, 1.0),
         (["p:<answer>Anna Bell</answer>"], 1.0, 1.0),
-        (["p:<refine>Anna Bell</refine><answer>Anna Cole</answer>"], 0.5, 0.1),  # F1 is more than 0
+        (["p:<refine>Anna Bell</refine><answer>Anna Cole</answer>"], 0.5, 0.1),  # F1 is above 0
         (["p:<refine>it was Anna Bell.</refine><answer>Bo</answer>"], 0.1, 0.1),
         (["p:<refine>Anna</refine><refine>Bell</refine><answer>Bo</answer>"], 0.0, 0.0),  # no gold across two spans
         (["p:<refine>Anna Bell</refine>"], 0.1, 0.0),
@@ -116,7 +116,7 @@ def test_autorefine(parts: list[str], reward: float, code: float) -> None:
 THINK, RIGHT = "<think>so</think>", "<answer>Paris</answer>"
 LOOK = f"p:{THINK}<search>who</search>"
 FORMS = [
-    # what it tries, pieces, reward where Paris is gold, and where Oslo is: 1 and .2 in form, .8 and .1 out of it
+    # case, pieces, reward with gold Paris, and with gold Oslo: 1 and .2 in form, .8 and .1 out of it
     ("answered at once", [f"p:{THINK}{RIGHT}"], 1.0, 0.2),
     ("searched", [LOOK, PASSAGE, f"p: {THINK}\n{RIGHT}<|im_end|>"], 1.0, 0.2),
     ("one turn in two pieces", ["p:<think>so</thi", f"p:nk>{RIGHT}"], 1.0, 0.2),

@@ -1,5 +1,5 @@
-"""Adapters to libraries of attention: run on a CPU through stand-ins with the libraries' own parameters, against the
-reference in float64, values and gradients; and, where a library is there, against itself."""
+"""Tests of the attention library adapters. On a CPU they run on stand-ins with the libraries' own parameters, against
+the reference in float64, values and gradients; an installed library is also compared with its stand-in."""
 
 import inspect
 import sys
@@ -40,7 +40,7 @@ LENGTHS = [[1], [5, 1, 1, 20], [33, 64, 7]]
 
 
 def projected(heads: tuple[int, int, int], count: int) -> Tensor:
-    """What a layer hands over, [T, N + 2K, D]: queries, keys and values are views of it, none of them contiguous."""
+    """Return a layer's fused projection, [T, N + 2K, D]: q, k and v are views of it, none of them contiguous."""
     query_heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, query_heads + 2 * kv_heads, dim, generator=generator, dtype=torch.float64) * 1.5
@@ -67,7 +67,7 @@ def test_an_adapter_is_the_reference(
         out = run(one, qkv, heads[1], layout)
         results.append((out, *torch.autograd.grad((out * weights_TND).sum(), qkv)))
     for got, truth in zip(*results, strict=True):
-        # Sums of at most 64 terms of order 1, of which a gradient takes some 64 x 7 more.
+        # Each value is a sum of at most 64 terms of order 1; a gradient has about 64 x 7 more terms.
         torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
     for quiet in (torch.no_grad(), torch.inference_mode()):
         with quiet:
@@ -90,7 +90,7 @@ def test_a_layout_first_used_in_inference_may_be_trained_with() -> None:
     assert torch.autograd.grad(run(varlen_attention, qkv, 1, layout).sum(), qkv)[0].isfinite().all()
 
 
-# --- xformers: groups are a fifth dimension where there is no backward; one mask for a forward
+# --- xformers: groups are a fifth dimension when there is no backward; one mask per forward
 
 
 def test_xformers_groups_heads_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def test_xformers_groups_heads_where_no_gradient_is_wanted(monkeypatch: pytest.M
     backend_fakes.ranks.clear()
     run(attend, qkv, 2, layout)
     run(attend, qkv.requires_grad_(), 2, layout)
-    run(attend, projected((2, 2, 8), 7), 2, layout)  # as many of both: nothing to group
+    run(attend, projected((2, 2, 8), 7), 2, layout)  # equal numbers of heads: nothing to group
     assert backend_fakes.ranks == [5, 4, 4]
     assert BlockDiagonalCausalMask.made == before + 1
     run(attend, qkv, 2, Varlen([7]))
     assert BlockDiagonalCausalMask.made == before + 2
 
 
-# --- SDPA: only the kernels that were named, and no groups, which the memory-efficient one does not know
+# --- SDPA: only the kernels that were named, and no groups, which the memory-efficient kernel does not support
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -128,13 +128,13 @@ def test_sdpa_takes_only_the_kernels_that_it_may(dtype: torch.dtype, monkeypatch
     monkeypatch.setattr(varlen.F, "scaled_dot_product_attention", watched)
     for attend in (libraries.load_sdpa(), libraries.load_sdpa(libraries.MATH)):
         out = run(attend, qkv, 2, layout)
-        # A sum of 8 terms is off by 8 roundings of eps / 2, and a gradient has two of them behind one another.
+        # A sum of 8 terms is off by 8 roundings of eps / 2, and a gradient is two such sums in sequence.
         assert (out - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
         grad = torch.autograd.grad(out.sum(), qkv)[0]
         assert (grad - truth_grad).norm() <= 8 * torch.finfo(dtype).eps * truth_grad.norm()
     assert flags == [(False, True), (True, False)]
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
-    with pytest.raises(RuntimeError):  # there is none of it on a CPU
+    with pytest.raises(RuntimeError):  # a CPU has no memory-efficient kernel
         run(libraries.load_sdpa([SDPBackend.EFFICIENT_ATTENTION]), qkv.detach(), 2, layout)
 
 
@@ -146,7 +146,7 @@ def test_heads_are_repeated_in_groups() -> None:
     assert grad.tolist() == [[[2, 4], [10, 12], [18, 20]]]
 
 
-# --- What a library is held to where it is there
+# --- Checks of the installed libraries
 
 
 def parameters(function: Callable[..., object]) -> list[tuple[str, object, object]]:
@@ -155,7 +155,7 @@ def parameters(function: Callable[..., object]) -> list[tuple[str, object, objec
 
 
 def missing(real: Callable[..., object], recorded: Callable[..., object]) -> list[object]:
-    """What the stand-in has, and in its order, that the library does not; a later version may have more."""
+    """Return the stand-in's parameters that the library lacks or orders differently; the library may have more."""
     there = [parameter for parameter in parameters(real) if parameter in parameters(recorded)]
     absent: list[object] = [parameter for parameter in parameters(recorded) if parameter not in there]
     return absent if absent or there == parameters(recorded) else ["another order"]
@@ -197,7 +197,7 @@ def test_xformers_has_the_parameters_that_its_stand_in_has() -> None:
     sequence_T = torch.tensor([0, 0, 1, 1, 1])
     seen_TT = (sequence_T[:, None] == sequence_T).tril()
     assert torch.equal(mask, torch.zeros(5, 5).masked_fill(~seen_TT, -torch.inf))
-    if not torch.cuda.is_available():  # then it looks at what it was given, and only after that for a kernel
+    if not torch.cuda.is_available():  # without a GPU it checks its arguments first and looks for a kernel afterwards
         for wanted in (False, True):
             with pytest.raises(NotImplementedError, match="No operator found"):
                 run(load_xformers(), projected((4, 2, 8), 5).requires_grad_(wanted), 2, Varlen([2, 3]))
@@ -205,7 +205,7 @@ def test_xformers_has_the_parameters_that_its_stand_in_has() -> None:
 
 @pytest.mark.parametrize("heads", [(4, 2, 24), (6, 6, 16)], ids=str)
 def test_torch_takes_what_its_adapter_hands_it(heads: tuple[int, int, int]) -> None:
-    """torch's operator on tensors without data: it checks what it is given, and its backward says what comes back."""
+    """torch's operator on meta tensors accepts the adapter's arguments, and its backward returns the right shape."""
     layout = Varlen([5, 3], "meta")
     qkv = projected(heads, 8).to("meta", torch.bfloat16).requires_grad_()
     out = run(load_torch_varlen(), qkv, heads[1], layout)
@@ -217,7 +217,7 @@ def test_torch_takes_what_its_adapter_hands_it(heads: tuple[int, int, int]) -> N
 @pytest.mark.parametrize("load", [load_torch_varlen, load_flash2, load_flash3, load_xformers, libraries.load_sdpa])
 @pytest.mark.parametrize("heads", [(14, 2, 64), (12, 2, 128)], ids=str)
 def test_a_library_on_a_gpu(load: Callable[[], TrainingAttention], heads: tuple[int, int, int]) -> None:
-    """In bfloat16 its error, over all values and over all gradients, is within twice that of torch's math kernel."""
+    """In bfloat16 the error over all values, and over all gradients, is at most twice that of torch's math kernel."""
     try:
         attend = load()
     except Unserved as error:
@@ -234,7 +234,7 @@ def test_a_library_on_a_gpu(load: Callable[[], TrainingAttention], heads: tuple[
         assert (got.double() - truth).norm() <= 2 * (own.double() - truth).norm()
 
 
-# --- What is not there, or does not load
+# --- Libraries that are missing or do not load
 
 
 def test_what_is_absent_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which library computes attention. A GPU is played: libraries are the stand-ins, and a trial runs on the CPU."""
+"""Tests of the choice of attention library. The GPU is faked: libraries are stand-ins, and trials run on the CPU."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ALL = ("varlen_212", "flash3", "flash2", "xformers")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials on "cuda" run on the CPU, where SDPA has one fused kernel, flash, for any head size and dtype."""
+    """Run trials on "cuda" on the CPU, where SDPA has one fused kernel, flash, for any head size and dtype."""
     real = choice.try_attention
 
     def on_the_cpu(attend: Any, device: torch.device, *rest: Any) -> None:
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         real(attend, CPU, *rest)
 
     monkeypatch.setattr(choice, "try_attention", on_the_cpu)
-    monkeypatch.setattr(choice, "find_spec", lambda name: object())  # Triton is there
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())  # Triton is installed
 
 
 def no_fused_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_what_does_not_run_here_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("flash_attn.flash_attn_varlen_func", shifted)
     assert "which is off by" in message("flash", CUDA, BF16, 64, "training")
     assert resolve_attention("auto", CUDA, BF16, 64, "training") == "xformers"
-    install(monkeypatch, "flash3")  # flash-attn is not there: what is there is told of
+    install(monkeypatch, "flash3")  # flash-attn is missing: the message is about the installed library
     monkeypatch.setattr("flash_attn_interface.flash_attn_varlen_func", built_for_another_gpu)
     told = message("flash", CUDA, BF16, 64, "training")
     assert "which does not run here with a head size of 64 in bfloat16 (CUDA error: no kernel image" in told

@@ -1,5 +1,5 @@
-"""Libraries that compute attention in parts, played on a CPU by functions with the real ones' parameters: the layout
-that they are handed, values and gradients; and what is said of a library that cannot."""
+"""Tests of libraries that compute attention in parts, on a CPU with stand-ins that have the real parameters: the layout
+passed to them, values and gradients, and the message for a library that has no parts."""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PLAIN = MatmulAttention()
 
 
 def as_part(cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, causal: bool) -> SegmentPairs:
-    """What a library is told, checked as it would."""
+    """Return the layout that a library was given, after the library's own checks."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
     runs_q, runs_k = list(pairwise(cu_q.tolist())), list(pairwise(cu_k.tolist()))
     assert max_q == max(b - a for a, b in runs_q) and max_k == max(b - a for a, b in runs_k)
@@ -114,7 +114,7 @@ flash_backward = stand_in(
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins in the libraries' places, and trials on "cuda" run on the CPU."""
+    """Install the stand-ins in place of the libraries, and run trials on "cuda" on the CPU."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
     module: Any = ModuleType("flash_attn.flash_attn_interface")
