@@ -248,12 +248,12 @@ def faults(figures: Figures, code: Code, target: Target, specialisation: Special
         found += code.narrow()
     if figures.shared > target.shared_per_block:
         found.append(
-            f"needs {figures.shared:,} bytes of shared memory a block, and there are {target.shared_per_block:,}"
+            f"needs {figures.shared:,} bytes of shared memory per block, but there are {target.shared_per_block:,}"
         )
     if matrix is not None and matrix not in figures.matrix:
-        found.append(f"has no {matrix} instruction and is meant to")
+        found.append(f"has no {matrix} instruction, but should have one")
     if matrix is None and figures.matrix:
-        found.append(f"has {' and '.join(figures.matrix)} instructions where products are meant to be exact")
+        found.append(f"has {' and '.join(figures.matrix)} instructions, but its products should be exact")
     if figures.wgmma_serialised:
         found.append("has its wgmma instructions serialised")
     return tuple(found)
@@ -341,7 +341,7 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
         if TARGETS[target].capability in entry.capabilities
     ]
     compiler, gpus = f"Triton {package_version('triton')}", " and ".join(targets)
-    console.print(f"{len(wanted)} compilations for {gpus} with {compiler}; no GPU is asked for")
+    console.print(f"{len(wanted)} compilations for {gpus} with {compiler}; no GPU is needed")
     with progress_line("compiled", len(wanted)) as line:
         results = compile_all([(specialisation, target) for _, specialisation, target in wanted], line.to)
     _show(results)
@@ -381,13 +381,13 @@ def run_under(
 
 def _require_compiler() -> None:
     if find_spec("triton") is None:
-        raise UserError("Triton is not installed, and `bench compile` is Triton's compiler at work: pip install triton")
+        raise UserError("Triton is not installed, and `bench compile` runs Triton's compiler; pip install triton")
     from triton import knobs
 
     if knobs.runtime.interpret:
         raise UserError(
-            f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')}, under which Triton interprets kernels "
-            "and cannot compile them: unset it and run again"
+            f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')}, with which Triton interprets kernels "
+            "and cannot compile them; unset it and run again"
         )
 
 

@@ -174,7 +174,9 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
     blocks = shape.batch // shape.group * in_common + shape.batch * (-(-longest // PAGE) - in_common + 1)
     needed, free = PagedKV.bytes_needed(config, 1 + blocks, PAGE, dtype.itemsize), KV_SHARE * free_memory(device)
     if needed > free:
-        raise UserError(f"its keys and values take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for them")
+        raise UserError(
+            f"its keys and values take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free for them"
+        )
     options = {"num_blocks": 1 + blocks, "page_size": PAGE, "max_running": shape.batch}
     decoder = make_decoder(policy, Columns(columns), attention, **options)  # type: ignore[arg-type]
     decoder.begin(longest, DecodeClock())

@@ -175,7 +175,7 @@ def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
         peer = row.get("peer_failure") or "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
         lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))
         predicted = f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
-        lines.append(TableLine("  its update, prefixes shared by unshared", f"{row['shared_gain']:.2f}x", predicted))
+        lines.append(TableLine("  its update, prefixes shared / unshared", f"{row['shared_gain']:.2f}x", predicted))
         if profiled := row.get("update_profile"):
             whole = row["shared"]["update_s"]["p50"]
             busy = f"{profiled['kernels']:,} kernels, {profiled['busy_s']:.2f} of {whole:.2f} s"

@@ -99,7 +99,7 @@ def run_smoke(folder: Path, size: str, device: str) -> dict[str, Any]:
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [record for record in records if "logprob_gap_max" in record]
     if [record["step"] for record in steps] != [1, 2, 3]:
-        raise UserError(f"the run has updates of steps {[record['step'] for record in steps]}, and not of 1, 2 and 3")
+        raise UserError(f"expected updates of steps 1, 2 and 3, the run has {[record['step'] for record in steps]}")
     gap = max(record["logprob_gap_max"] for record in steps)
     if not (gap <= LARGEST_GAP[device] and all(math.isfinite(record["loss"]) for record in steps)):
         losses = [record["loss"] for record in steps]

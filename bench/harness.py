@@ -56,7 +56,9 @@ def reason_of(error: Exception) -> str:
 def resolve_device(name: str | None) -> torch.device:
     """Return the device with this name; for None CUDA if available, else the CPU. UserError if it is missing."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device cuda: torch {torch.__version__} sees none; run where there is one, or with cpu")
+        raise UserError(
+            f"--device cuda: torch {torch.__version__} sees no CUDA device; run where there is one, or give cpu"
+        )
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -222,7 +224,7 @@ def check_files(out: str | Path | None, plot: str | Path | None, profile: str | 
     Raises UserError if a file cannot be written, or for a picture without matplotlib.
     """
     if plot is not None and find_spec("matplotlib") is None:
-        raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave the picture out")
+        raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave --plot out")
     for flag, path in (("--out", out), ("--plot", plot), ("--profile", profile)):
         if path is None:
             continue

@@ -98,7 +98,7 @@ class Contender:
         if self.cuda_only and device.type != "cuda":
             return "It runs on CUDA only."
         if self.package is not None and find_spec(self.package.replace("-", "_")) is None:
-            return f"{self.package} is not installed; pip install {self.package} brings it."
+            return f"{self.package} is not installed; install it with pip install {self.package}."
         if dtype not in self.dtypes:
             return f"It does not take {dtype_name(dtype)}."
         return None
@@ -365,7 +365,9 @@ def read_peers(text: str) -> tuple[str, ...]:
     names = {"all": tuple(PEERS), "none": ()}.get(text, tuple(text.split(",")))
     for name in names:
         if name not in PEERS:
-            raise UserError(f"--peers {text}: {name!r} is none; expected all, none, or some of {', '.join(PEERS)}")
+            raise UserError(
+                f"--peers {text}: {name!r} is not a peer; expected all, none, or some of {', '.join(PEERS)}"
+            )
     return names
 
 
@@ -382,7 +384,7 @@ def run_loss_bench(
     head = {"bench": "loss", **facts(("triton", "liger-kernel", "trl", "cut-cross-entropy"))}
     console.print(
         f"{len(shapes)} cases in {dtype_name(dtype)} on {head['gpu'] or head['machine']}: forward and"
-        f" backward of ours and {len(bench.peers)} peers, each held to float64 first"
+        f" backward of ours and {len(bench.peers)} peers, each checked against float64 first"
     )
     rows: list[dict[str, Any]] = []
     left_out: dict[LossShape, str] = {}

@@ -343,7 +343,7 @@ def read_source(corpus: str | None, encoder: str | None, passages: int, question
     if corpus is None and encoder is None and questions is None:
         return None
     if corpus is None or encoder is None:
-        raise UserError("real passages take --corpus and --encoder both; give the other one too, or neither")
+        raise UserError("real passages need both --corpus and --encoder; give the other one too, or neither")
     return PassageSource(corpus=corpus, encoder=encoder, passages=passages, questions=questions)
 
 
@@ -437,7 +437,7 @@ def measure_kind(kind: Kind, contest: Contest, name: str) -> dict[str, Any] | No
         "curve": curve.record(),
     }
     if chosen is None:
-        run.left_out[name] = f"no search parameter reached the recall wanted, the best being {curve.best():.3f}"
+        run.left_out[name] = f"no search parameter reached the required recall; the best was {curve.best():.3f}"
         return row
     search.value = chosen.parameter
     row |= {"chosen": chosen.parameter, "recall": chosen.recall}
@@ -481,7 +481,7 @@ def _measure_server(run: BenchRun, scratch: Path) -> None:
     """Make one row for different queries and one for repeated ones."""
     late = time.monotonic() + 3 * run.bench.server_seconds >= run.deadline
     if late or find_spec("aiohttp") is None:
-        missing = "aiohttp is not installed; the extra [serve] brings it"
+        missing = "aiohttp is not installed; the extra [serve] installs it"
         run.left_out["the server"] = OUT_OF_TIME if late else missing
         return
     console.print("a server under 64 connections")

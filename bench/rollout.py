@@ -149,11 +149,11 @@ def run_rollout_bench(
     resolve_device(bench.device)
     if PEERS[bench.peer] and set(bench.shapes) != {TAIL} and find_spec("transformers") is None:
         raise UserError(
-            f'--peer {bench.peer}: transformers is not installed; pip install "thresher[bench]" brings it, '
+            f'--peer {bench.peer}: transformers is not installed; pip install "thresher[bench]" installs it, '
             "and --peer none measures ours alone"
         )
     if plot is not None and set(bench.shapes) == {TAIL}:
-        raise UserError(f"--plot {plot}: a picture shows sides beside each other, and {TAIL} has none; leave it out")
+        raise UserError(f"--plot {plot}: a picture compares sides, and {TAIL} has only one; leave it out")
     check_files(out, plot)
     rows: list[dict[str, Any]] = []
     with use_threads(bench.threads or torch.get_num_threads()):
@@ -255,7 +255,7 @@ def prove(
         for name, logits_of in models.items()
     }
     if not all(gap <= limit for gap in gaps.values()):
-        raise RuntimeError(f"log-probs differ by {gaps} nats, more than {limit}: nothing is timed that is wrong")
+        raise RuntimeError(f"log-probs differ by {gaps} nats, more than {limit}; wrong results are not timed")
     return gaps
 
 

@@ -64,7 +64,7 @@ def play(setting: RolloutSetting, ask: Ask) -> None:
         lengths = sorted({len(ids) for ids in written})
         if len(written) != len(contexts) * copies or lengths != [tokens]:
             raise RuntimeError(
-                f"{len(contexts) * copies} samples of {tokens} tokens were asked for, {len(written)} of {lengths} came"
+                f"expected {len(contexts) * copies} samples of {tokens} tokens, got {len(written)} of {lengths}"
             )
         return written
 

@@ -166,7 +166,7 @@ class TailSide(RolloutSide):
         for one in self.last:
             (turn,) = turns(one)
             if len(turn.ids) != (asked := self._length(one.question_id)):
-                raise RuntimeError(f"a sample of {asked} tokens was asked for, {len(turn.ids)} came ({one.reason})")
+                raise RuntimeError(f"expected a sample of {asked} tokens, got {len(turn.ids)} ({one.reason})")
             for version, tokens in turn.versions or [(step, asked)]:
                 found[step - version] += tokens
         return found
@@ -178,8 +178,8 @@ def check_counts(played: Played, expected: Sequence[tail.RolloutCounts]) -> None
         found, counted = (int(row[1]), int(row[2]), ages), (known.decode_steps, known.drawn, known.staleness)
         if found != counted:
             raise RuntimeError(
-                f"rollout {step}: decode steps, drawn tokens and their staleness are {found}, and planning/tail.py "
-                f"counts {counted}: nothing is timed that is wrong"
+                f"rollout {step}: decode steps, drawn tokens and their staleness are {found}, but planning/tail.py "
+                f"counts {counted}; wrong results are not timed"
             )
 
 

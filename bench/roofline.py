@@ -97,7 +97,7 @@ def config_of(name: str) -> ModelConfig:
 def check_batch(batch: int) -> None:
     """Raise UserError for a number of sequences that is not divisible into groups."""
     if batch % GROUP:
-        raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, for one shape has groups of {GROUP}")
+        raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, because one shape has groups of {GROUP}")
 
 
 def run_roofline(
@@ -126,10 +126,10 @@ def run_roofline(
         )
     ]
     console.print("predictions: data sheets, aims, an H200's constants; nothing is measured here")
-    console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
+    console.print(f"a decode step, batch {batch}, bfloat16: its floor, the predicted share of it, tokens/s")
     _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
     console.print(
-        f"a rollout of {batch} samples in as many slots, {OWN} tokens in the mean, a tail to {LONGEST:,}, prompts of "
+        f"a rollout of {batch} samples in as many slots, {OWN} tokens on average, a tail to {LONGEST:,}, prompts of "
         f"{prompt:,}; xN: times as fast by rollout.partial with N times a step's groups in flight/with stale_cache too"
     )
     _show([_rollout_cells(row) for row in rows if row["kind"] == "rollout"])

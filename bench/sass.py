@@ -116,7 +116,7 @@ class Code:
             below = {width: count for width, count in sorted(widths.items()) if width < _WIDE}
             if sum(width * count for width, count in below.items()) > NARROW_SHARE * total:
                 said = " and ".join(f"{count} of {width} bytes" for width, count in below.items())
-                found.append(f"has narrow {what} ({said}) where 16 bytes are meant")
+                found.append(f"has narrow {what} ({said}) where 16 bytes are expected")
         return tuple(found)
 
 
@@ -142,7 +142,7 @@ def read_code(text: str) -> Code:
     """Split a disassembly. Raises RuntimeError if it has no instructions, as after a change of the format."""
     blocks, labels = _blocks(text)
     if not blocks:
-        raise RuntimeError(f"no instructions in what nvdisasm wrote; has its form changed?\n{text[:500]}")
+        raise RuntimeError(f"no instructions in what nvdisasm wrote; has its format changed?\n{text[:500]}")
     graph, calls = _graph(blocks, labels)
     behind = [_reachable(graph, after) for after in graph]
     looping = [block for block, after in enumerate(behind) if block in after]

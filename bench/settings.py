@@ -283,7 +283,7 @@ def shape_of_family(name: str, family: str) -> StepShape:
     if family == "qwen2":
         return shape
     if name not in _HYBRID:
-        raise UserError(f"--family {family}: the shape {name} has none; expected one of {', '.join(_HYBRID)}")
+        raise UserError(f"--family {family}: the shape {name} has no such model; expected one of {', '.join(_HYBRID)}")
     questions = shape.lengths.questions if name == "demo" else 1
     return replace(shape, lengths=replace(shape.lengths, sizes=_HYBRID[name], questions=questions))
 

@@ -209,10 +209,10 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
 def _peer(peer: str, shape: StepShape) -> str:
     """Return the peer to measure; print a sentence if the requested one is not available."""
     if peer == "trl" and not all(map(find_spec, ("trl", "datasets"))):
-        console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" brings it.')
+        console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" installs it.')
         return "none"
     if peer == "trl" and shape.lora is not None:
-        console.print("TRL's adapters are another library's (peft), so ours is measured alone.")
+        console.print("TRL's adapters come from another library (peft), so ours is measured alone.")
         return "none"
     return peer
 

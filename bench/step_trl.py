@@ -31,7 +31,7 @@ class Theirs:
         setting.rollout.tokenizer.save(folder / "model")
         tokenizer = their_tokenizer(folder / "model", setting.end)
         if tokenizer(setting.peer_prompts)["input_ids"] != setting.peer_ids():
-            raise RuntimeError("TRL's tokenizer gives other ids for the same prompts: there is nothing to compare")
+            raise RuntimeError("TRL's tokenizer gives different ids for the same prompts: there is nothing to compare")
         self.clock = Clock()
         self.trainer = quiet(
             GRPOTrainer(

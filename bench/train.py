@@ -86,13 +86,13 @@ def run_train_bench(
 ) -> list[Row]:
     """Train, append a row to `out` as each step ends, print a table, draw `plot`; return the rows."""
     if bench.peer == "none" and not bench.beside:
-        raise UserError("--peer none: there is nothing to show; name a run by --beside")
+        raise UserError("--peer none: there is nothing to show; name a run with --beside")
     if bench.peer == "trl":
         check_comparable(recipe, bench.batch)
         if not all(map(find_spec, ("trl", "datasets"))):
             raise UserError(
-                '--peer trl: TRL is not installed; pip install "thresher[bench]" brings it, and --peer none shows the '
-                "run of --beside alone"
+                '--peer trl: TRL is not installed; pip install "thresher[bench]" installs it, and --peer none shows '
+                "the run of --beside alone"
             )
     check_files(out, plot)
     rows = list[Row]()
@@ -126,9 +126,9 @@ def check_comparable(recipe: Recipe, batch: int) -> None:
         for key, expected in defaults.items():
             value = getattr(getattr(recipe, section), key)
             if value != expected:
-                raise UserError(f"{section}.{key} is {value!r}, which TRL is not given; set it to {expected!r}")
+                raise UserError(f"{section}.{key} is {value!r}, which is not passed to TRL; set it to {expected!r}")
     if recipe.lora is not None:
-        raise UserError("[lora]: TRL's adapters are another library's; leave the section out")
+        raise UserError("[lora]: TRL's adapters come from another library; leave the section out")
     samples = recipe.rollout.questions_per_step * recipe.rollout.group_size
     if samples % batch:
         raise UserError(f"--batch {batch} does not divide the {samples} samples of a step; choose one that does")
@@ -142,7 +142,7 @@ def check_plain(context: RunContext) -> None:
     turn = episode.send(None)
     if not isinstance(turn, Generate) or turn.stop or system.claims is not None or system.wants_verdict:
         raise UserError(
-            f"system {system.name}: TRL's trainer writes one turn, up to the end of text, and asks no judge; use a "
+            f"system {system.name}: TRL's trainer writes one turn, up to the end of text, and uses no judge; use a "
             "system that does the same, such as reading"
         )
 
@@ -168,7 +168,7 @@ class Task:
         if longest > limits.max_context:
             raise UserError(
                 f"rollout.max_context is {limits.max_context}, but a prompt and an answer may take {longest}, and TRL "
-                "has no such limit; raise it"
+                "has no limit of this kind; raise it"
             )
 
     def rewards(self, numbers: Sequence[int], completions: Sequence[list[int]]) -> list[float]:
@@ -275,10 +275,10 @@ def _prove(task: Task, model: Any) -> float:
     agrees = largest <= LARGEST_GAP if task.context.policy.dtype == torch.float32 else mean <= LARGEST_MEAN_GAP
     if not agrees:
         raise RuntimeError(
-            f"log-probs differ by {largest} nats from TRL's model, {mean} in the mean: there is nothing to compare"
+            f"log-probs differ by {largest} nats from TRL's model, {mean} on average: there is nothing to compare"
         )
     console.print(
-        f"sampled log-probs agree with TRL's model to {largest:.1e} nats, {mean:.1e} in the mean", soft_wrap=True
+        f"sampled log-probs agree with TRL's model to {largest:.1e} nats, {mean:.1e} on average", soft_wrap=True
     )
     return largest
 

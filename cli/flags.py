@@ -116,7 +116,7 @@ def resumable(resume: bool, from_step: int | None, folder: Path) -> Iterator[Non
     from thresher.engine.store.run_folder import count_starts, saved_so_far
 
     if from_step is not None and not resume:
-        raise UserError("--resume-from is for going back in a run that is there; give it with --resume")
+        raise UserError("--resume-from is for going back in an existing run; give it with --resume")
     starts = count_starts(folder)
 
     def spent() -> str:

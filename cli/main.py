@@ -120,8 +120,8 @@ def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: s
             del again[place : place + (2 if word == spent else 1)]
     if kept is not None and flag and flag not in again:
         again.append(flag)
-    how = "by torchrun, as before, of" if signals.under_torchrun() else "with"
-    what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on from there"
+    how = "with torchrun, as before" if signals.under_torchrun() else "with"
+    what = "unfinished work is not kept; begin again" if kept is None else f"{kept}; go on from there"
     return f"interrupted; {what} {how}: thresher {shlex.join(again)}"
 
 

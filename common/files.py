@@ -29,7 +29,7 @@ _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASC
 def as_path(path: object) -> Path:
     """Return the path as a Path. UserError for anything else."""
     if not isinstance(path, str | os.PathLike):
-        raise UserError(f"{shown(path)} is no path; give a folder as a string or a pathlib.Path")
+        raise UserError(f"{shown(path)} is not a path; give a folder as a string or a pathlib.Path")
     return Path(path)
 
 
@@ -49,9 +49,9 @@ def model_folder(path: str | Path) -> Path:
     refuse_other_folder(path)
     path = Path(path)
     if path.is_file():
-        raise UserError(f"{path}: is a file; give the folder that it lies in, with weights and tokenizer")
+        raise UserError(f"{path}: is a file; give the folder that contains it, with weights and tokenizer")
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give that of a model, by --model or --set model.path=FOLDER")
+        raise UserError(f"{path}: no such folder; give a model's folder with --model or --set model.path=FOLDER")
     return path
 
 
@@ -59,12 +59,12 @@ def refuse_other_folder(path: str | Path) -> None:
     """Raise UserError if `path` is a name on the Hub, with the download command, or the folder of a run."""
     refuse_hub_id(path)
     if saved := sorted(Path(path).glob("checkpoints/step_*")):
-        raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
+        raise UserError(f"{path}: is a run's folder, not a model's; give one of its checkpoints, such as {saved[-1]}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """Return the error for a file that exists and cannot be read."""
-    what = "name a file in it" if isinstance(error, IsADirectoryError) else "check the path and its rights"
+    what = "name a file in it" if isinstance(error, IsADirectoryError) else "check the path and its permissions"
     return UserError(f"{path}: cannot be read ({error.strerror}); {what}")
 
 
@@ -190,7 +190,7 @@ def need_room(path: Path, size: int, what: str) -> None:
     place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
     if size > free:
-        words = f"{what} needs {show_bytes(size)} of disk while {show_bytes(free)} are free"
+        words = f"{what} needs {show_bytes(size)} of disk, but {show_bytes(free)} are free"
         raise Unwritable(path, OSError(errno.ENOSPC, words))
 
 

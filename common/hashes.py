@@ -70,7 +70,9 @@ class Blocks:
                 begin = number * self.block
                 end = min(begin + self.block, self._entry.size)
                 raise Damaged(
-                    _changed(self.path, f"its bytes {begin:,} to {end:,} are not those that were written", self._list)
+                    _changed(
+                        self.path, f"its bytes {begin:,} to {end:,} differ from those that were written", self._list
+                    )
                 )
         with self._lock:
             for number in new:
@@ -151,7 +153,7 @@ def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashe
     record = read_json_object(path, MOST_BYTES)
     block, files = record.get("block"), record.get("files")
     if record.get("format") != FORMAT or record.get("own") != _own(block, files):
-        raise Damaged(_changed(path, "it is not what was written", path))
+        raise Damaged(_changed(path, "its own digest does not match", path))
     assert isinstance(block, int) and isinstance(files, dict)  # guaranteed by the digest
     return Hashes(path, block, {name: _Listed(entry["bytes"], entry["digests"]) for name, entry in files.items()})
 
@@ -182,7 +184,7 @@ def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its rights") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     try:
         if threads < 2:
             return _digests_of(descriptor, path, block, numbers)

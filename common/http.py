@@ -26,7 +26,7 @@ def service_address(url: str, path: str, whose: str, example: str, root: str = "
     except ValueError:
         good = False
     if not good:
-        raise UserError(f"{url}: is no address of {whose}; expected one such as {example}")
+        raise UserError(f"{url}: is not an address of {whose}; expected one such as {example}")
     given = parts.path.rstrip("/") or root
     return urlunsplit((parts.scheme, parts.netloc, given if given.endswith(path) else given + path, "", ""))
 

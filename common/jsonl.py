@@ -103,7 +103,9 @@ def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> 
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(f"{where} holds half of a surrogate pair, which is no character; fix this record") from None
+            raise UserError(
+                f"{where} holds half of a surrogate pair, which is not a character; fix this record"
+            ) from None
     return value
 
 
@@ -125,8 +127,8 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > limit:
                 raise UserError(
-                    f"{path}:{number}: the line is longer than {limit:,} bytes; convert the file to records of a line "
-                    f"each, or set the environment variable {LINE_LIMIT} to more bytes"
+                    f"{path}:{number}: the line is longer than {limit:,} bytes; convert the file to one record per "
+                    f"line, or set the environment variable {LINE_LIMIT} to more bytes"
                 )
             yield number, line
 

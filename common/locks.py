@@ -74,7 +74,7 @@ def _lock(lock: Path, written: Path, kind: str) -> int:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             os.close(descriptor)
             raise
-        warnings.warn(f"{written}: this file system has no locks; start no second process on it", stacklevel=4)
+        warnings.warn(f"{written}: this file system has no locks; do not start a second process on it", stacklevel=4)
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())

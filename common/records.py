@@ -26,10 +26,10 @@ from thresher.common.files import Unwritable, append_bytes, atomic_path, atomic_
 from thresher.common.jsonl import BOM, Record, as_object, iter_lines, parse_json
 
 CHECKSUM, DIGITS = "checksum", 16
-REMEDY = "put a copy back, or read it as it is by --unverified"
+REMEDY = "put a copy back, or read it as it is with --unverified"
 # For files from which people make other files.
 ON_PURPOSE = (
-    "put a copy back, or take the checksums out of a file that was changed on purpose: "
+    "put a copy back, or remove the checksums from a file that was changed on purpose: "
     "jq -c 'select(.checksum) | del(.checksum)'"
 )
 
@@ -115,7 +115,7 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]], *, closed: b
 
 def _plain_line(record: Mapping[str, Any]) -> bytes:
     if not record or CHECKSUM in record:
-        raise ValueError(f'a stored record needs a key, and none that is "{CHECKSUM}", got {str(record)[:80]}')
+        raise ValueError(f'a stored record needs keys, none of them "{CHECKSUM}", got {str(record)[:80]}')
     return json_line(record)
 
 
@@ -162,15 +162,15 @@ class _Reader:
                 continue
             yield number, record
             if self.chain.records == wanted and self.chain.mark != expected:
-                self._refuse(self.path, f"its first {wanted} records are not those that were counted at the end")
+                self._refuse(self.path, f"its first {wanted} records differ from those that were counted at the end")
         count = self.chain.records
         if isinstance(wanted, int) and (count < wanted or (count > wanted and not self.growing)):
-            self._refuse(self.path, f"holds {count} records, and {wanted} were written")
+            self._refuse(self.path, f"has {count} records, but {wanted} were written")
         finished = not self.growing if wanted is None else count == wanted
         if self._guarded is False and not (self.foreign or self.unverified):
             warn_unguarded(self.owner, self.path)
         elif self._guarded is not False and finished and not self.closed and not (self.foreign and count == 0):
-            self._refuse(self.path, "has no closing line: it was cut, or what writes it has not finished")
+            self._refuse(self.path, "has no closing line: it was truncated, or its writer has not finished")
 
     def _record(self, number: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a line without one."""
@@ -186,23 +186,23 @@ class _Reader:
             if (self.growing or self.unverified) and (verified or not _is_object(line)):
                 return None
             if verified:
-                self._refuse(where, "is half a line")
+                self._refuse(where, "is cut off")
         if closing:
             if self.closed or line != self.chain.closing_line():
-                self._refuse(where, f"closes other records than the {self.chain.records} before it")
+                self._refuse(where, f"is not the closing line of the {self.chain.records} records before it")
             self.closed = True
             return None
         if self.closed:
-            self._refuse(where, "stands behind the closing line")
+            self._refuse(where, "comes after the closing line")
             self.closed = False
         if verified and not guarded:
             self._refuse(where, "has no checksum, unlike the lines before it")
         if verified and self.chain.add(line[: -_TAIL - 1] + b"}\n") != line:
-            self._refuse(where, "does not follow from the lines before it: one was changed, lost, doubled or moved")
+            self._refuse(where, "does not follow from the lines before it: one was changed, lost, duplicated or moved")
         record = as_object(parse_json(line.rstrip(), where), where)
         if not verified:
             if isinstance(found := record.get(CHECKSUM), str) and len(found) == DIGITS:
-                self._refuse(where, "has a checksum, unlike the lines before it" if guarded else "was written anew")
+                self._refuse(where, "has a checksum, unlike the lines before it" if guarded else "was rewritten")
             self.chain.add(json_line({key: value for key, value in record.items() if key != CHECKSUM}))
             self.as_written = False
         self.end = self.size
@@ -233,8 +233,8 @@ def warn_unguarded(owner: Path, path: Path) -> None:
         _warned.add(owner)
         name = path.relative_to(owner) if path.is_relative_to(owner) else path
         print(
-            f"thresher: {owner}: {name} is of an earlier version, without checksums: whether a record was changed or "
-            "lost since cannot be told",
+            f"thresher: {owner}: {name} was written by an earlier version, without checksums: changed or lost records "
+            "cannot be detected",
             file=sys.stderr,
         )
 
@@ -286,8 +286,8 @@ class RecordLog:
         if not self.as_left:
             what = "changed" if self.path.exists() else "deleted"
             raise UserError(
-                f"{self.path}: was {what} by another program while this one writes to it; put a copy back, and run the "
-                "same command again"
+                f"{self.path}: was {what} by another program while this one was writing to it; put a copy back, and "
+                "run the same command again"
             )
         if not found.as_written:
             kept = read_records(self.path, unverified=True)
@@ -326,5 +326,5 @@ def read_object(path: Path, *, unverified: bool = False, remedy: str = REMEDY) -
     if digest is None:
         warn_unguarded(path.parent, path)
     elif digest != sha256(json_line(values)).hexdigest():
-        raise UserError(f"{path}: was changed since it was written, by its digest; {remedy}")
+        raise UserError(f"{path}: was changed since it was written, as its digest shows; {remedy}")
     return values

@@ -85,7 +85,7 @@ class RunContext(PromptContext):
         if states + needed > available:
             raise UserError(
                 f"the states of rollout.max_num_seqs = {limits.max_num_seqs} sequences take {states / 2**30:.3g} GiB "
-                f"beside a KV cache of {needed / 2**30:.3g}, and {memory_left(self.policy.device)}; lower it"
+                f"on top of a KV cache of {needed / 2**30:.3g}, and {memory_left(self.policy.device)}; lower it"
             )
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(
@@ -239,7 +239,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     if section is None or (section.index is None and section.url is None):
         if system.needs_index:
             raise UserError(
-                f"the recipe names nowhere to search, and {system.name} searches; set retrieval.index to a folder or "
+                f"{system.name} searches, but the recipe names no index or server; set retrieval.index to a folder or "
                 "retrieval.url to a server"
             )
         return None
@@ -293,12 +293,12 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
         return
     if needed and unknown == len(questions):
         raise UserError(
-            f"{path}: no question says which of its passages are gold, and {system.name} is rewarded for naming them; "
-            "give questions with passages and gold_indices, such as thresher data convert makes of HotpotQA"
+            f"{path}: no question says which of its passages are gold, but {system.name} is rewarded for naming them; "
+            "give questions with passages and gold_indices, as thresher data convert makes from HotpotQA"
         )
     note(
-        f"{path}: {unknown:,} of {len(questions):,} questions do not say which of their passages are gold, and naming "
-        f"some earns {system.name} nothing there"
+        f"{path}: {unknown:,} of {len(questions):,} questions do not say which of their passages are gold; there "
+        f"{system.name} earns nothing for naming some"
     )
 
 

@@ -285,7 +285,7 @@ def over_given(system: System) -> System:
                 return str(stop.value)
             if isinstance(request, Search):
                 if not question.passages:
-                    raise UserError(f"question {question.id} brings no passages to search; search an index instead")
+                    raise UserError(f"question {question.id} has no passages to search; search an index instead")
                 request = replace(request, among=question.passages)
             answer = yield request
 
@@ -320,7 +320,7 @@ def read_template(path: str | Path, passages: bool = False) -> str:
     text = read_text(path)
     for place, wanted in (("{question}", 1), ("{passages}", int(passages))):
         if (found := text.count(place)) != wanted:
-            expected = f"needs {place} exactly once" if wanted else f"of this system has no use for {place}"
+            expected = f"needs {place} exactly once" if wanted else f"of this system must not contain {place}"
             raise UserError(f"{path}: a prompt template {expected}, found {found}")
     return text
 

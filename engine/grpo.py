@@ -67,7 +67,7 @@ class GRPO:
         if (reward is None) == (system is None):
             raise UserError("GRPO: expected either reward, a function, or system, a name, and not both")
         if system is not None and weights is not None:
-            raise UserError("GRPO: weights are of rewards; leave them out beside system")
+            raise UserError("GRPO: weights belong to rewards; leave them out with system")
         if isinstance(prompts, str):
             raise UserError("GRPO: prompts is one text; give a list of texts, or questions, a file")
         if (prompts is None) == (questions is None):
@@ -99,7 +99,7 @@ class GRPO:
             return str(records)
         rows = [_record(one, number) for number, one in enumerate(records or ())]
         if not rows:
-            raise UserError(f"GRPO: the {name} questions are none; give at least one")
+            raise UserError(f"GRPO: there are no {name} questions; give at least one")
         self.out.parent.mkdir(parents=True, exist_ok=True)
         path = self.out.with_name(f"{self.out.name}.{name}.jsonl")
         try:
@@ -115,7 +115,9 @@ def _record(one: Mapping[str, Any] | Question | str, number: int) -> dict[str, A
     if isinstance(one, str):
         return {"id": str(number), "question": one}
     if not isinstance(one, Mapping):
-        raise UserError(f"GRPO: question {number} is {type(one).__name__}; expected a text, or a record with question")
+        raise UserError(
+            f"GRPO: question {number} is {type(one).__name__}; expected a text, or a record with a question"
+        )
     if not isinstance(one.get("question"), str):
         raise UserError(
             f"GRPO: question {number} has no text under the key question; its keys are {', '.join(map(str, one))}"
@@ -175,8 +177,8 @@ def _set(tables: dict[str, Any], key: str, value: Any) -> None:
     having = ([one for one in some if (kind := sections[one]) is not None and key in keys(kind)] for some in BARE)
     found = next((some for some in having if some), [])
     if len(found) != 1:
-        what = f"is a key of {' and '.join(found)}" if found else "is no key of a recipe"
-        hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md has them all"
+        what = f"is a key of {' and '.join(found)}" if found else "is not a key of a recipe"
+        hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md lists them all"
         hint = f"TRL's {key} is {FROM_TRL[key]} here" if key in FROM_TRL else hint
         raise UserError(f"GRPO: {key} {what}; {hint}")
     tables.setdefault(found[0], {})[key] = value

@@ -109,20 +109,20 @@ class _TrackerProcess:
         except subprocess.TimeoutExpired:
             self._given_up = True
             os.killpg(self._process.pid, signal.SIGKILL)
-            _say(f"{self.name} had not sent everything {LINGER:.0f} s after the end and was given up", self.run)
+            _say(f"{self.name} had not sent everything {LINGER:.0f} s after the end and was killed", self.run)
         self._watcher.join()
 
     def _watch(self) -> None:
         if self._process.wait() != 0 and not self._given_up:
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            _say(f"{self.name} failed ({lines[-1] if lines else 'without a word'}; {self.log})", self.run)
+            _say(f"{self.name} failed ({lines[-1] if lines else 'without a message'}; {self.log})", self.run)
 
 
 def _say(text: str, run: Path) -> None:
     from thresher.common import console
 
     console.console.print(
-        f"run.trackers: {text}; the run is as it would be without it, and {run / 'metrics.jsonl'} holds everything",
+        f"run.trackers: {text}; the run itself is not affected, and {run / 'metrics.jsonl'} has everything",
         markup=False,
         soft_wrap=True,
     )

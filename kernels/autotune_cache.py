@@ -98,7 +98,7 @@ def read_winners(path: Path) -> dict[tuple[str, ...], Tiling]:
         return {key: Tiling(**tiling) for key, tiling in chosen.items() if not tiling.pop("persistent", False)}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no list of tilings as {AUTOTUNE}=1 stores them ({error}); delete it or measure again"
+            f"{path} is not a list of tilings as {AUTOTUNE}=1 stores it ({error}); delete it or measure again"
         ) from None
 
 

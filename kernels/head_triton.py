@@ -487,7 +487,9 @@ def measure_tilings(lm_head_VH: Tensor, rows: int) -> None:
     try:
         print(f"stored the fastest in {record(lm_head_VH, rows, times)}", flush=True)
     except OSError as error:  # a system folder, for example; the call itself can go on
-        print(f"the fastest holds for this process only ({error}); {FOLDER} names a folder to store it in", flush=True)
+        print(
+            f"the fastest is kept for this process only ({error}); set {FOLDER} to a folder to store it in", flush=True
+        )
 
 
 def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:

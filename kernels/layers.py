@@ -144,7 +144,7 @@ def rotate_and_store(
     is never read; its query is returned. No two other rows may have the same place.
     """
     if torch.is_grad_enabled() and qkv_TMD.requires_grad:
-        raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
+        raise ValueError("qkv_TMD requires a gradient, but cached keys and values have none; expected torch.no_grad()")
     if uses_triton(qkv_TMD):
         from thresher.kernels.rope_triton import fused_rotate_and_store
 

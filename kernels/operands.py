@@ -81,7 +81,7 @@ def check_temperature(value: float) -> None:
     check_scalar("temperature", value, 0.0, strict=True)
     if not divides_in_float32(np.array([value])).all():
         raise ValueError(
-            f"temperature is {value!r}; expected a finite number above 0, which with its reciprocal is a normal float32"
+            f"temperature is {value!r}; expected a finite number above 0 that, like its reciprocal, is a normal float32"
         )
 
 
@@ -105,7 +105,7 @@ def check_head(
         if tensor.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected two axes, {name[-2:]}")
         if tensor.dtype not in FLOATS:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating one")
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating dtype")
     if lm_head_VH.dtype != hidden_TH.dtype:
         raise ValueError(f"lm_head_VH has dtype {lm_head_VH.dtype}; expected hidden_TH's {hidden_TH.dtype}")
     if lm_head_VH.device != hidden_TH.device:

@@ -84,7 +84,7 @@ def reply(line: str) -> dict[str, str]:
     except MemoryError:
         return {"error": f"it takes more than {MEMORY >> 30} GiB of memory"}
     except RecursionError:
-        return {"error": "it calls itself without end"}
+        return {"error": "it recurses without end"}
     except Exception as error:  # a template may raise anything
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -365,9 +365,7 @@ def _rope(d: dict[str, Any], rules: ConfigRules, where: str) -> tuple[float, Rop
         plain = {key: value for key, value in parameters.items() if key not in (*_IMAGE_AXES, "partial_rotary_factor")}
         d = {**d, "rope_parameters": plain}
         if _rope_scaling(d, "rope_parameters", where) is not None:
-            raise UserError(
-                f"{where}: rope_parameters has a scaling, which this family is not computed with; remove it"
-            )
+            raise UserError(f"{where}: rope_parameters has a scaling, which this family does not support; remove it")
     scaling = _rope_scaling(d, "rope_parameters", where)
     theta = _number(parameters, "rope_theta", f"{where}: rope_parameters")
     if d.get("rope_theta") is not None and _number(d, "rope_theta", where) != theta:
@@ -375,7 +373,7 @@ def _rope(d: dict[str, Any], rules: ConfigRules, where: str) -> tuple[float, Rop
             f"{where}: rope_theta is {d['rope_theta']} but rope_parameters says {theta}; remove the wrong one"
         )
     if d.get("rope_scaling") is not None and _rope_scaling(d, "rope_scaling", where) != scaling:
-        raise UserError(f"{where}: rope_scaling is not what rope_parameters says; remove the wrong one")
+        raise UserError(f"{where}: rope_scaling differs from rope_parameters; remove the wrong one")
     return theta, scaling
 
 
@@ -394,7 +392,7 @@ def _rope_scaling(d: dict[str, Any], key: str, where: str) -> RopeScaling | None
         named = f"rope_type {kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
         raise UserError(
             f"{where}: {key} has {named}, only the types 'default' and 'llama3' are supported; use a model without "
-            "such scaling, or take it out where it was added for longer contexts, as YaRN to a Qwen model"
+            "such scaling, or remove it if it was added for longer contexts, like YaRN to a Qwen model"
         )
     if kind == "default":
         return None
@@ -402,8 +400,8 @@ def _rope_scaling(d: dict[str, Any], key: str, where: str) -> RopeScaling | None
     factor, low, high = (_number(found, name, inside) for name in RopeScaling._fields[:3])
     if factor < 1 or low >= high:
         raise UserError(
-            f"{inside}: factor {factor}, low_freq_factor {low} and high_freq_factor {high} are no scaling, expected a "
-            "factor of at least 1 and low below high; correct the file or fetch it again"
+            f"{inside}: factor {factor}, low_freq_factor {low} and high_freq_factor {high} are not a scaling, expected "
+            "a factor of at least 1 and low below high; correct the file or fetch it again"
         )
     return RopeScaling(factor, low, high, _integer(found, RopeScaling._fields[3], inside))
 

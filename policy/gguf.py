@@ -76,7 +76,7 @@ def import_gguf(path: str | Path, out: str | Path, *, dtype: torch.dtype = torch
         if name == "rope_freqs.weight":
             continue
         if (known := _parameter(name)) not in expected:
-            raise UserError(f"{path}: tensor {name} is no part of a {architecture} model; use another file")
+            raise UserError(f"{path}: tensor {name} is not part of a {architecture} model; use another file")
         found = _dequantise(path, tensor)
         if found.shape != expected[known]:
             raise UserError(f"{path}: tensor {name} has shape {list(found.shape)}, expected {list(expected[known])}")

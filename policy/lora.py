@@ -165,7 +165,7 @@ def add_lora(
     has = {target for layer in policy.decoder_layers() for target in linear_shapes(layer)}
     if not has & set(settings.targets):
         raise UserError(
-            f"lora: targets are {list(targets)}, of which the model has none; expected some of {', '.join(sorted(has))}"
+            f"lora: targets are {list(targets)}, but the model has none; expected some of {', '.join(sorted(has))}"
         )
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)
@@ -239,7 +239,7 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
     for name in sorted(tensors.keys() | saved.keys()):
         if name not in tensors or name not in saved or tensors[name].shape != saved[name].shape:
             raise UserError(
-                f"{folder / WEIGHTS}: tensor {name} is not what the model and the recipe's [lora] ask for; "
+                f"{folder / WEIGHTS}: tensor {name} does not match the model and the recipe's [lora]; "
                 "use the model and the recipe that these adapters were trained with"
             )
     for name, tensor in tensors.items():
@@ -255,7 +255,7 @@ def _modules(policy: AdaptedPolicy, settings: LoraSettings) -> list[str]:
 
 def _settings_of(policy: AdaptedPolicy) -> LoraSettings:
     if policy.lora is None:
-        raise ValueError("the policy has no adapters; put them on it with add_lora(policy, rank=.., alpha=..)")
+        raise ValueError("the policy has no adapters; add them with add_lora(policy, rank=.., alpha=..)")
     return policy.lora
 
 

@@ -191,7 +191,7 @@ def kept_shapes(config: ModelConfig, found: Mapping[str, torch.Size]) -> dict[st
 
 def _check_placement(dtype: object, device: object) -> None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise UserError(f"dtype is {shown(dtype)}; expected a floating one of torch, such as torch.bfloat16")
+        raise UserError(f"dtype is {shown(dtype)}; expected a floating dtype of torch, such as torch.bfloat16")
     try:
         torch.empty(0, device=torch.device(device))  # type: ignore[call-overload]
     except (RuntimeError, TypeError, AssertionError, ValueError):

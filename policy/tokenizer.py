@@ -352,8 +352,8 @@ def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> li
     for content, token_id in added.items():
         if vocab.get(content, token_id) != token_id:
             raise UserError(
-                f"{where}: added token {content!r} has id {token_id} as such and {vocab[content]} in the "
-                "vocabulary; rename it or make them one"
+                f"{where}: added token {content!r} has id {token_id} in added_tokens and {vocab[content]} in the "
+                "vocabulary; rename it or make the ids equal"
             )
         if token_id in of_id:
             raise UserError(f"{where}: two tokens have the id {token_id}; fetch or write the file again")
@@ -376,8 +376,8 @@ def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: st
     if inside := model["vocab"].keys() & added.keys():
         if letters := sorted(inside & _BYTE_OF_LETTER.keys()):
             raise UserError(
-                f"{where}: added token {letters[0]!r} is also the letter of a byte, so plain text could not "
-                "be told from it; use a tokenizer with other added tokens"
+                f"{where}: added token {letters[0]!r} is also the letter of a byte, so it cannot be "
+                "told from plain text; use a tokenizer with other added tokens"
             )
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         model["merges"] = [[left, right] for left, right in pairs if not inside & {left, right, left + right}]
@@ -412,7 +412,7 @@ def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
         longest = max(texts, key=len, default="")
         what = f"texts of up to {len(longest):,} characters, such as {longest[:40]!r}" if texts else "its own file"
         raise UserError(
-            f"{where}: the tokenizer gave up on {what} ({str(error)[:80]}); shorten the text, or use another tokenizer"
+            f"{where}: the tokenizer failed on {what} ({str(error)[:80]}); shorten the text, or use another tokenizer"
         ) from None
 
 
@@ -464,7 +464,7 @@ class _Worker:
                     return found
                 if process.returncode == -signal.SIGPROF:
                     return {"error": f"it takes longer than {TEMPLATE_SECONDS:g} s"}
-        return {"error": "it ended the process that fills it"}
+        return {"error": "it ended the process that renders it"}
 
     def end(self) -> None:
         if self._process is not None:

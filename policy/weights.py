@@ -62,7 +62,7 @@ def build_unallocated(build: Callable[[], Built], layers: int, found: Sized, con
     are tensors in the files (`found`), which would take hours to build, and for sizes whose product overflows."""
     if layers > len(found):
         raise UserError(
-            f"{config}: asks for {layers:,} layers, but the weights have {len(found):,} tensors; use the config.json "
+            f"{config}: specifies {layers:,} layers, but the weights have {len(found):,} tensors; use the config.json "
             "that belongs to these weights, or fetch them again"
         )
     try:
@@ -93,7 +93,7 @@ def read_weights(
     for name, entry in entries.items():
         if name in expected and entry.shape != expected[name]:
             raise UserError(
-                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, the config asks for "
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, the config specifies "
                 f"{list(expected[name])}; use the config.json that belongs to these weights"
             )
         if name in expected and entry.dtype not in _BYTES_OF_DTYPE:
@@ -201,7 +201,7 @@ def _locate(folder: Path) -> dict[str, _Entry]:
         hint = "make or fetch the weights"
         if any(folder.glob("pytorch_model*.bin*")):
             hint = (
-                "there is only pytorch_model.bin, which is not read, for a pickle can run code when it is opened; "
+                "there is only pytorch_model.bin, which is not read because a pickle can run code when it is opened; "
                 "convert it once: AutoModel.from_pretrained(folder).save_pretrained(folder) of transformers"
             )
         raise UserError(f"{folder}: holds neither {SINGLE} nor {INDEX}; {hint}")
@@ -249,7 +249,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check its rights") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check its permissions") from None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{file}: corrupt header ({type(error).__name__}: {error}); fetch it again") from None
 
@@ -297,7 +297,7 @@ def _check_names(
     if surplus := [name for name in entries if name not in expected and name not in optional]:
         raise UserError(
             f"{entries[surplus[0]].file}: tensor {surplus[0]} is not part of the model "
-            f"({len(surplus)} such in all); use the config.json that belongs to these weights"
+            f"({len(surplus)} in all); use the config.json that belongs to these weights"
         )
 
 

@@ -197,9 +197,7 @@ def open_corpus(
     """
     path, cache = Path(path), Path(cache)
     if path.name in CACHE_FILES and path.resolve().parent == cache.resolve():
-        raise UserError(
-            f"{path}: would be overwritten by what is kept of it in {cache}; rename it, or name another folder"
-        )
+        raise UserError(f"{path}: would be overwritten by its cache in {cache}; rename it, or name another folder")
     fmt = detect_format(path)
     ledger = read_ledger(cache)
     if chunk_words is None:
@@ -212,7 +210,7 @@ def open_corpus(
             ledger = _write_cache(_Scan(path, fmt, chunk_words, skip_empty), cache)
         except OSError as error:
             raise UserError(
-                f"{cache}: cannot keep what a pass over {path} finds out ({error.strerror}); make room there, or the "
+                f"{cache}: cannot store what a pass over {path} finds ({error.strerror}); make room there, or make the "
                 "folder writable"
             ) from None
     return _StoredCorpus(path, cache, ledger, LINES if ledger.copied else fmt, verify)

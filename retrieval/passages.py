@@ -133,7 +133,7 @@ def to_passage(record: Record, row: int, where: str) -> Passage:
     key = next((key for key in ID_KEYS if key in record), "id")
     id_ = id_field(record, row, where, key=key)
     if not text or text.isspace():
-        raise EmptyPassage(f"{where}: {empty}; fill it in, remove this record, or skip all such (--skip-empty)")
+        raise EmptyPassage(f"{where}: {empty}; fill it in, remove this record, or skip all empty ones (--skip-empty)")
     return Passage(id_, title, text)
 
 

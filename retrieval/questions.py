@@ -102,12 +102,12 @@ def check_apart(sets: Iterable[tuple[str | Path, Iterable[Question]]]) -> None:
                 keys.add(f"id {question.id}")
             for key in keys & first.keys():
                 raise UserError(
-                    f"{path}: question {question.id} is in {first[key]} too; give warm-up, training, dev and test set "
-                    "questions of their own"
+                    f"{path}: question {question.id} is in {first[key]} too; give the warm-up, training, dev and test "
+                    "set different questions"
                 )
             here |= keys
         if not here:
-            raise UserError(f"{path}: holds no question, or cannot be read twice; give a file that holds some")
+            raise UserError(f"{path}: holds no question, or cannot be read twice; give a file with questions")
         first |= dict.fromkeys(here, path)
 
 
@@ -173,7 +173,7 @@ def _refuse_original(record: Record, where: str) -> None:
     else:
         return
     raise UserError(
-        f'{where}: a record of a published set, whose passages stand under "{key}"; turn the file into our records '
+        f'{where}: a record of a published set, whose passages are under "{key}"; convert the file to our records '
         f"first, with thresher data convert --format {name}"
     )
 
@@ -210,7 +210,7 @@ def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[in
     if indices is None:
         return tuple(passages), tuple(n for n, flag in enumerate(flags, 1) if flag) if flagged else None
     if flagged:
-        raise UserError(f'{where}: both "gold_indices" and passages with a "gold" flag; keep one of the two')
+        raise UserError(f'{where}: has both "gold_indices" and passages with a "gold" flag; keep one of the two')
     return tuple(passages), _indices(indices, len(passages), where)
 
 

@@ -109,7 +109,7 @@ def anchor_advantages(
     returns = _returns(rewards, gamma)
     if [len(own) for own in states] != [len(own) for own in returns]:
         raise UserError(
-            f"states are of {[len(own) for own in states]} turns and rewards of {[len(own) for own in returns]}: give "
+            f"states have {[len(own) for own in states]} turns and rewards {[len(own) for own in returns]}: give "
             "a state for every turn"
         )
     totals = [math.fsum(own) for own in rewards]
@@ -208,7 +208,7 @@ def _check_pair(baseline: str, std_floor: float | None, name: str, factor: float
     if baseline not in PAIR_BASELINES or (std_floor is not None and baseline != "group"):
         raise UserError(
             f"baseline is {shown(baseline)} with std_floor {shown(std_floor)}: expected "
-            f"{' or '.join(PAIR_BASELINES)}, and a std_floor with group alone"
+            f"{' or '.join(PAIR_BASELINES)}, and a std_floor only with group"
         )
     if as_number(factor) is None:
         raise UserError(f"{name} is {shown(factor)}: expected a finite number")
@@ -251,7 +251,7 @@ def _children(parents: Sequence[int], rewards: Sequence[float | None]) -> list[l
             children[at].append(n)
     for n, reward in enumerate(rewards):
         if reward is not None if children[n] else as_number(reward) is None and not isinstance(reward, bool):
-            expected = "None, for it has children" if children[n] else "a finite number, for it is a leaf"
+            expected = "None because it has children" if children[n] else "a finite number because it is a leaf"
             raise UserError(f"reward {n} is {shown(reward)}: expected {expected}")
     return children
 

@@ -79,5 +79,5 @@ def relevance_scores(named: Collection[int] | None, gold: Collection[int]) -> tu
 
 def _checked(k: int) -> int:
     if (as_whole(k) or 0) < 1:
-        raise UserError(f"k is {shown(k)}: a ranking is measured over its first passages, at least 1")
+        raise UserError(f"k is {shown(k)}: expected the number of first passages, at least 1")
     return k

@@ -458,7 +458,7 @@ def run_study(out: Path, draws: int = DRAWS, seed: int = 0) -> None:
     write_json(out / "credit.json", {**facts(), "dtype": "float64", "policies": draws, "seed": seed, "rows": rows})
     draw_credit(rows, out / "credit.png")
     columns = ("rule", "in expectation", "scale", "bias in direction", "middle half", "cosine", "variance", "turns")
-    for title, part in (("Rules", False), ("Leave-one-out with one thing more", True)):
+    for title, part in (("Rules", False), ("Leave-one-out with one addition", True)):
         chosen = [row for row in rows if row["part"] == part]
         console.table(f"{title}: against the policy gradient, median of {draws} policies", columns, table_of(chosen))
     console.console.print(f"{time.perf_counter() - started:.0f} s in all. Picture and figures are in {out}")

@@ -337,7 +337,7 @@ def check_steps(case: KlRun) -> None:
     """Raise UserError if the run's folder has another number of steps."""
     path = case.folder / "recipe.toml"
     if path.exists() and (steps := load_recipe(path).run.steps) != case.recipe.run.steps:
-        raise UserError(f"{case.folder}: the run there has {steps} steps; give so many, or another --out")
+        raise UserError(f"{case.folder}: the run there has {steps} steps; give the same number, or another --out")
 
 
 def check_start(world: Path) -> None:

@@ -246,7 +246,7 @@ def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
         rows = without_retrieved(trajectory).policy_positions()
         if outside or not rows or rows[0] == 0 or not math.isfinite(advantage):
             raise UserError(
-                f"{file}:{number}: expected ids below {vocab_size}, policy tokens behind a prompt, and a finite "
+                f"{file}:{number}: expected ids below {vocab_size}, policy tokens after a prompt, and a finite "
                 "advantage; name the run folder that the trajectories belong to"
             )
         pairs.append((trajectory, advantage))

@@ -98,7 +98,7 @@ class Comparison(Section):
         for table in ("methods", "conditions"):
             for name, texts in getattr(self, table).items():
                 if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
-                    raise FieldError(f"{table}.{name}", f"expected a list of settings such as --set has, got {texts!r}")
+                    raise FieldError(f"{table}.{name}", f"expected a list of settings as for --set, got {texts!r}")
                 if not NAME.fullmatch(name):
                     raise FieldError(table, f"expected names such as lr-3, without / and spaces, got {name!r}")
         if self.baseline not in self.methods:
@@ -114,7 +114,9 @@ class Comparison(Section):
             raise FieldError("control_seeds", f"expected some of seeds, got {sorted(stray)}")
         for name, count in Counter(run.name for run in runs_of(self)).items():
             if count > 1:
-                raise FieldError("methods", f"two runs would be {name}; give a method or a condition another name")
+                raise FieldError(
+                    "methods", f"two runs would be called {name}; give a method or a condition another name"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison, *, whole: bo
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
     if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
         raise UserError(
-            f"{where}: its run had another recipe, or other commands in prepare; leave it out, or take another --out"
+            f"{where}: its run had another recipe, or other commands in prepare; leave it out, or choose another --out"
         )
     run = next((run for run in runs_of(plan) if run.name == row.get("name")), None)
     try:
@@ -238,16 +240,16 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison, *, whole: bo
                 raise ValueError(f"the evaluation {point}"[:80])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{where}: no row as compare-methods writes it ({type(error).__name__}: {error}); leave it out; a file in "
-            "rows/ that is deleted is made again from its run"
+            f"{where}: expected a row as compare-methods writes it ({type(error).__name__}: {error}); leave it out; a "
+            "file in rows/ that is deleted is made again from its run"
         ) from None
     if not is_its_own:
-        raise UserError(f"{where}: its name is {row['name']}, and its seed, condition, method or control another's")
+        raise UserError(f"{where}: its name is {row['name']}, but its seed, condition, method or control differs")
     if run is not None and row.get("settings") != (expected := settings_of(plan, run)):
         other = next((text for text in expected if text not in (row.get("settings") or ())), "fewer")
         raise UserError(f"{where}: its run had other settings than the file has now ({other}); choose another --out")
     if whole and (absent := _absent(row, plan)):
-        raise UserError(f"{where}: its evaluations have no {absent}, which shown asks for; take it out of shown")
+        raise UserError(f"{where}: its evaluations have no {absent}, which shown lists; take it out of shown")
     if whole and not _reaches(row, plan):
         raise UserError(
             f"{where}: its run ended at {row['curve'][-1]['tokens']:,} tokens, below the largest of budgets, "
@@ -273,7 +275,7 @@ def _check_questions(rows: Sequence[Mapping[str, Any]]) -> None:
         known = {one["asked"] for one in (row, same) if "asked" in one}
         if len(known) > 1 or numbers != {len(unpacked(same["curve"][0]["questions"]))}:
             raise UserError(
-                f"{row['name']}: was evaluated on other questions than {same['name']}; take another --out for "
+                f"{row['name']}: was evaluated on other questions than {same['name']}; choose another --out for "
                 "another file of data.dev, or leave the row out"
             )
 
@@ -330,7 +332,7 @@ def _command(typed: str, as_written: str, after: tuple[Job, ...], run_command: C
     record = into.with_name(f"{into.name}.command")
     if into.exists() and record.exists() and (before := record.read_text("utf-8").strip()) != as_written:
         raise UserError(
-            f"{into}: made by another command than the file has now ({before}); take another --out, or restore it"
+            f"{into}: made by another command than the file has now ({before}); choose another --out, or restore it"
         )
 
     def run() -> None:

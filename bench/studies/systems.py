@@ -83,7 +83,7 @@ def run_study(
     base that all runs start from; None: each seed has its own."""
     check_out(out)
     if unknown := [name for name in systems if name not in KNOWN]:
-        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(KNOWN)}")
+        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose from {', '.join(KNOWN)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
     systems, seeds = list(dict.fromkeys(systems)), sorted(set(seeds))

@@ -113,7 +113,7 @@ class Generate(
             where = f"--prompt-file {self.prompt_file}"
             text = decode_text(read_bytes(str(self.prompt_file), MOST_TEXT, stream=True), where)
         if not text:
-            raise UserError(f"{where}: the prompt is empty; give the text that the model is to go on from")
+            raise UserError(f"{where}: the prompt is empty; give the text that the model should continue")
         return where, text
 
     def _load(self) -> "Generator":
@@ -280,7 +280,7 @@ class Eval(
 
         if self.baseline is not None and self.system is not None:
             console.note(
-                f"eval: baseline {self.baseline} answers; of {self.system} only the preset counts, and fills what is "
+                f"eval: baseline {self.baseline} answers; only the preset of {self.system} is used, for keys that are "
                 "left open"
             )
         more = {"noise": self.distractors, "allow_keys": tuple(self.allow_key)}
@@ -537,10 +537,10 @@ class Extract(
             raise UserError(
                 "--loop agentic needs an agent: give --agent-model DIR, or --agent-url URL and --agent-name MODEL"
                 if agentic
-                else "an agent is for --loop agentic; add it, or leave out what begins with --agent"
+                else "an agent is for --loop agentic; add it, or leave out the flags that begin with --agent"
             )
         if agentic and generator is not None:
-            raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
+            raise UserError("with --loop agentic the agent answers; leave out the flags that begin with --answer")
         if agentic and self.distractors:
             raise UserError(
                 "--distractors adds passages to a question's own, and an agent searches; leave one of them out"

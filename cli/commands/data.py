@@ -66,7 +66,7 @@ class Convert(
         from thresher.retrieval.datasets.convert import MixSource, convert, parse_mix
 
         if self.mix and self.limit is not None:
-            raise UserError("--limit is for --in; with --mix, put a count behind each file, such as NAME=FILE:1000")
+            raise UserError("--limit is for --in; with --mix, put a count after each file, such as NAME=FILE:1000")
         if self.mix:
             sources = [parse_mix(text) for text in self.mix]
         else:
@@ -302,9 +302,9 @@ class Sft(
         if kind == "reasoning" and (self.template is not None or not tagged):
             raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
         if (kind in TAUGHT) != (self.transcripts is not None):
-            raise UserError(f"--transcripts is for {' and '.join(TAUGHT)}, which are made of nothing else")
+            raise UserError(f"--transcripts is for {' and '.join(TAUGHT)}, which are made only from them")
         if kind in TAUGHT and not tagged:
-            raise UserError("--answer is not for a teacher's transcripts, whose answers only say which of them stay")
+            raise UserError("--answer is not for a teacher's transcripts, whose answers only decide which are kept")
         if (kind == FILCO) != (self.measure is not None):
             raise UserError(f"--measure ({', '.join(MEASURES)}) is for --kind filco, which needs it")
         if kind == FILCO and (self.measure == "cxmi") != (model is not None):
@@ -312,7 +312,7 @@ class Sft(
                 "--measure cxmi needs --model, the generator whose answers it compares; the others need none"
             )
         if kind == FILCO and self.measure != "cxmi" and not tagged:
-            raise UserError("--answer says how a generator answers, whom filco records ask by --measure cxmi alone")
+            raise UserError("--answer says how a generator answers; filco records use one only with --measure cxmi")
         if kind == RECOMP and model is None:
             raise UserError("--kind recomp needs --model, the generator whose answers say which sentence helps")
         if kind == RECOMP and self.template is not None:
@@ -322,7 +322,7 @@ class Sft(
         if kind == EPISODE and (self.template is not None or not tagged):
             raise UserError("--template and --answer are not for episode records; set system.template in the recipe")
         if self.margin is not None and kind != RECOMP:
-            raise UserError("--margin is for --kind recomp, whose sentences that help less fall short by it")
+            raise UserError("--margin is for --kind recomp, whose worse sentences fall short of the best by it")
         if model is not None and kind not in ("reasoning", FILCO, RECOMP):
             raise UserError(f"--model writes the analyses of reasoning records; a record of kind {kind} has none")
 

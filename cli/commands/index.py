@@ -80,7 +80,7 @@ class Plan(
         sample, threads, load = calibration.sample, calibration.threads, os.getloadavg()[0]
         console.console.print(f"Measuring this machine for up to a minute: samples of {sample:,}, {threads} threads.")
         if load > 0.5 * (os.cpu_count() or 1):
-            console.console.print(f"It is busy (load {load:.1f}), and on a quiet one all times are shorter.")
+            console.console.print(f"It is busy (load {load:.1f}); on an idle one all times are shorter.")
         written = disk_rate(self.disk)
         with console.stages() as on_stage:
             plans = plan(self.passages, dim, self.kind or [ALL], memory, calibration, written, on_stage)
@@ -104,7 +104,7 @@ class Plan(
 
     def _check(self, words: bool) -> None:
         if self.device is not None and self.encoder is None:
-            raise UserError("--device is of --encoder, and none is given; add --encoder DIR, or leave it out")
+            raise UserError("--device belongs to --encoder, which is not given; add --encoder DIR, or leave it out")
         for flag in ("dim", "encoder", "sample") if words else ():
             if getattr(self, flag) is not None:
                 raise UserError(f"--{flag} is for vectors, and bm25 counts words; leave it out")
@@ -119,7 +119,7 @@ class Plan(
         from thresher.retrieval.building.plan import PASSAGE
 
         if self.device is not None:
-            raise UserError("--device is for a model's folder, and the encoder lexical has none; leave it out")
+            raise UserError("--device is for an encoder in a model's folder, and lexical has none; leave it out")
         return LexicalEncoder.fit([PASSAGE], self.dim or DEFAULT_DIM)
 
     def _encoding_note(self, encoded: float | None, words: bool, plans: "Sequence[IndexPlan]") -> str:
@@ -129,14 +129,14 @@ class Plan(
         if words:
             return f"BM25 counts words; build it with --encoder {WORDS}."
         if encoded is None:
-            return "Encoding comes before the build and is not in it; give --encoder to have it measured."
+            return "Encoding comes before the build and is not included; give --encoder to have it measured."
         first = self.passages / encoded
         in_all = ", ".join(
             f"{row.kind} {show_seconds(first + row.build_seconds)}" for row in plans if row.kind != WORDS
         )
         return (
-            f"Encoding comes before the build and is not in it: {show_seconds(first)}, at {encoded:,.0f} passages of "
-            f"100 words a second with {self.encoder} on {self.device or 'cpu'}. In all: {in_all}."
+            f"Encoding comes before the build and is not included: {show_seconds(first)}, at {encoded:,.0f} passages "
+            f"of 100 words a second with {self.encoder} on {self.device or 'cpu'}. In all: {in_all}."
         )
 
 
@@ -185,7 +185,7 @@ class Build(
 
         if self.dim is not None and self.encoder != LexicalEncoder.name:
             raise UserError(
-                f"--dim is of the encoder {LexicalEncoder.name}, and {self.encoder} takes none; leave it out"
+                f"--dim belongs to the encoder {LexicalEncoder.name}, and {self.encoder} takes none; leave it out"
             )
         names = ("pooling", "query_prefix", "passage_prefix", "max_length", "device")
         work = work_folder(Path(self.out))

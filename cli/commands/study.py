@@ -83,7 +83,7 @@ class Kl(
 
         for flag, value in (("--steps", self.steps), ("--seeds", self.seeds)):
             if value is not None:
-                raise UserError(f"{flag}: is of training runs, and --run trains nothing; leave it out")
+                raise UserError(f"{flag}: belongs to training runs, and --run trains nothing; leave it out")
         run_study_of_run(Path(self.out), run)
         console.answer(read_json_object(Path(self.out) / "kl_run.json"))
 
@@ -243,7 +243,7 @@ class Demo(
         if self.questions is not None and self.model is None:
             raise UserError("--questions is for the demo of a pretrained model; name its folder with --model")
         if self.family is not None and self.model is not None:
-            raise UserError("--family is of a model with random weights; leave it out, or --model")
+            raise UserError("--family is for a model with random weights; leave it out, or --model")
         out = Path(self.out)
         given = {"model": self.model, "questions": self.questions, "family": self.family}
         plan = DemoPlan(seed=self.seed, set=tuple(self.set), **given)

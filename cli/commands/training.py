@@ -56,7 +56,7 @@ class Init(
             given = ("tokenizer", "train_tokenizer", "set", "embedding_std", "zero_outputs")
             if others := [f"--{name.replace('_', '-')}" for name in given if getattr(self, name)]:
                 raise UserError(
-                    f"init: {others[0]} is for a new model; leave it out, for --model FOLDER brings its own"
+                    f"init: {others[0]} is for a new model; leave it out, because --model FOLDER brings its own"
                 )
             figures = add_layers(self.model, self.add_layers, self.out, seed=self.seed)
             console.figures(f"model with more layers in {self.out}", figures)
@@ -109,7 +109,7 @@ class Sft(
         with joined() as ranks:
             if ranks.is_distributed:
                 raise UserError(
-                    f"sft trains in one process, and torchrun has started {ranks.count}; leave torchrun out"
+                    f"sft trains in one process, but torchrun has started {ranks.count}; leave torchrun out"
                 )
         with flags.resumable(self.resume, self.from_step, sft_folder(self.out)):
             run_sft(self.read_recipe(), Path(self.out), self.resume, self.from_step)
@@ -145,7 +145,7 @@ def run_sft(recipe: "RunRecipe", out: Path, resume: bool = False, from_step: int
     if not figures["passed"]:
         console.console.print(
             f"The gate was not reached: {figures['names copied right']:.0%} of the names were copied right, "
-            f"{sft.stop_at_copy_accuracy:.0%} wanted. The model is written all the same; GRPO may learn little from "
+            f"{sft.stop_at_copy_accuracy:.0%} needed. The model is written all the same; GRPO may learn little from "
             "it. Try more sft.steps or another run.seed."
         )
 
@@ -233,7 +233,7 @@ class Plan(
         rates, memory = self._rates(recipe), self._memory(recipe)
         if self.lengths is not None and rates is None:
             raise UserError(
-                "--lengths: expected --measure, or --chip with model.dtype = bfloat16, for a step's seconds"
+                "--lengths: expected --measure, or --chip with model.dtype = bfloat16, to predict a step's seconds"
             )
         lengths = None if self.lengths is None else read_lengths(self.lengths)
         found = plan(config, recipe, self.gpus, memory, rates, lengths)
@@ -327,14 +327,14 @@ def _lines(found: "MemoryPlan") -> list[str]:
     if found.host:
         lines.append("in the machine's memory: " + ", ".join(f"{k} {v / GB:.1f} GB" for k, v in found.host.items()))
     if found.checkpointed:
-        lines.append("activations are computed anew in the backward")
+        lines.append("activations are recomputed in the backward")
     if found.gpus > 1:
-        lines.append("several GPUs: torchrun --nproc-per-node N (docs/scale.md), on which nothing was measured")
+        lines.append("several GPUs: torchrun --nproc-per-node N (docs/scale.md); nothing was measured on several")
     if found.seconds is not None:
         rollout, update = found.seconds["rollout"], found.seconds["update"]
-        sent = "" if found.gpus == 1 else ", without what they send each other"
+        sent = "" if found.gpus == 1 else ", without the communication between them"
         if found.links is not None:
-            sent = f", linked at {found.links / GB:.0f} GB/s a direction as in one machine"
+            sent = f", linked at {found.links / GB:.0f} GB/s per direction, as in one machine"
         lines.append(
             f"predicted, with every trajectory at its limits: {found.seconds_per_step:.3g} s a step, "
             f"rollout {rollout:.3g}, update {update:.3g}{sent}; nothing was run"
@@ -347,13 +347,13 @@ def _lines(found: "MemoryPlan") -> list[str]:
 def _tail_lines(tail: "Tail") -> list[str]:
     """Return what is said of samples that are not equally long."""
     whole, partial = tail.whole, tail.partial
-    lengths = f"{tail.mean:,.0f} tokens a sample in the mean, {tail.longest:,} at most"
+    lengths = f"{tail.mean:,.0f} tokens a sample on average, {tail.longest:,} at most"
     lengths += ", as in --lengths" if tail.sigma is None else f", lognormal with sigma {tail.sigma:g}, assumed"
     return [
         f"predicted, with {lengths}: rollout {whole.seconds:.3g} s, {whole.busy:.0f} of {tail.slots:,} slots busy",
         f"with rollout.partial and {partial.in_flight:,} groups in flight: rollout {partial.seconds:.3g} s, "
         f"{whole.seconds / partial.seconds:.2f} times as fast, {partial.busy:.0f} slots busy; staleness of "
-        f"tokens {partial.staleness:.2g} updates in the mean, {partial.max_staleness} at most; "
+        f"tokens {partial.staleness:.2g} updates on average, {partial.max_staleness} at most; "
         f"{partial.tokens_again:,.0f} tokens a step are prefilled again; the KV pool is no larger",
     ]
 
@@ -396,7 +396,7 @@ class Recipe(
         if changes:
             raise UserError("recipe: --set and --device are for --show RECIPE; leave them out")
         if self.list:
-            title = "recipes that came with Thresher: each can be named wherever a recipe is asked for"
+            title = "recipes that came with Thresher: each can be named wherever a recipe is expected"
             found = [(recipe.name, recipe.system, recipe.model, recipe.about) for recipe in shipped_recipes()]
             console.table(title, ("recipe", "system", "model", "what it is"), found)
             return

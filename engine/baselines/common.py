@@ -84,7 +84,9 @@ def with_examples(template: str, options: Options) -> str:
     examples = read_text(options.examples).rstrip()
     for place in ("{question}", "{passages}"):
         if place in examples:
-            raise UserError(f"{options.examples}: examples hold no {place}; write their questions and passages out")
+            raise UserError(
+                f"{options.examples}: examples must not contain {place}; write their questions and passages out"
+            )
     return f"{examples}\n\n{template}"
 
 

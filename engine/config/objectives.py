@@ -30,12 +30,12 @@ OBJECTIVES = {
     ),
     "cispo": NamedObjective(
         "cispo",
-        "MiniMax-M1 2025, 2506.13585, eq. 4; the cap of 5 is ScaleRL's, for MiniMax published none",
+        "MiniMax-M1 2025, 2506.13585, eq. 4; the cap of 5 is ScaleRL's, because MiniMax published none",
         {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token", **_NO_REFERENCE},
     ),
     "gspo": NamedObjective(
         "gspo",
-        "Zheng et al. 2025, 2507.18071; so narrow a clip wants old log-probs without the rollout's rounding",
+        "Zheng et al. 2025, 2507.18071; such a narrow clip needs old log-probs without the rollout's rounding",
         {"clip_low": 3e-4, "clip_high": 4e-4, "old_logprobs": "recomputed", **_NO_REFERENCE},
     ),
     "sapo": NamedObjective("sapo", "Gao et al. 2025, 2511.20347", {**_NO_REFERENCE}),

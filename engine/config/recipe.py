@@ -103,43 +103,44 @@ class Recipe(Section):
         if self.grpo.updates_per_batch > groups:
             raise FieldError(
                 "grpo.updates_per_batch",
-                f"expected at most rollout.questions_per_step = {groups}, for a group is not split,"
+                f"expected at most rollout.questions_per_step = {groups}, because a group is not split,"
                 f" got {self.grpo.updates_per_batch}",
             )
         if self.grpo.refill and self.rollout.tools_replay is not None:
             raise FieldError(
-                "rollout.tools_replay", "expected none with grpo.refill = true, for groups set aside are not stored"
+                "rollout.tools_replay", "expected none with grpo.refill = true, because groups set aside are not stored"
             )
         if self.grpo.refill and (self.rollout.partial or self.run.async_):
             for key in ("baseline", "scale"):
                 if getattr(self.grpo, key) == "batch":
                     raise FieldError(
                         f"grpo.{key}",
-                        "expected another than batch with grpo.refill and rollout.partial or run.async: a group is "
-                        "judged before its batch is complete",
+                        "expected a value other than batch with grpo.refill and rollout.partial or run.async, because "
+                        "a group is judged before its batch is complete",
                     )
         if self.run.async_ and self.rollout.tools_replay is not None:
             raise FieldError(
                 "rollout.tools_replay",
-                "expected none with run.async = true, for the groups behind the last step are not stored",
+                "expected none with run.async = true, because the groups after the last step are not stored",
             )
         if self.run.token_budget is not None and self.optim.schedule != "constant":
             raise FieldError(
                 "optim.schedule",
-                'expected "constant" with run.token_budget, by which the number of steps is not known before, got '
+                'expected "constant" with run.token_budget, because the number of steps is not known in advance, got '
                 f"{shown(self.optim.schedule)}",
             )
         if self.run.token_budget is not None and self.run.async_:
             raise FieldError(
                 "run.token_budget",
-                "expected none with run.async = true, whose next rollout has begun when a step's tokens are counted",
+                "expected none with run.async = true, because the next rollout begins before a step's tokens are "
+                "counted",
             )
         stale = (self.rollout.partial or self.run.async_) and self.grpo.old_logprobs == "rollout"
         if self.grpo.guard != "none" and self.grpo.updates_per_batch * self.grpo.epochs_per_batch == 1 and not stale:
             raise FieldError(
                 "grpo.updates_per_batch",
-                f'expected 2 or more with grpo.guard = "{self.grpo.guard}", which holds what an earlier update of the '
-                "batch made less likely, got 1",
+                f'expected 2 or more with grpo.guard = "{self.grpo.guard}", which acts on what an earlier update of '
+                "the batch made less likely, got 1",
             )
         if self.grpo.overlong_tokens > self.rollout.policy_tokens:
             raise FieldError(
@@ -148,7 +149,7 @@ class Recipe(Section):
                 f"{self.grpo.overlong_tokens}",
             )
         if (self.rollout.trees > 0) != (self.grpo.advantage == "tree"):
-            expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another with rollout.trees = 0"
+            expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another value with rollout.trees = 0"
             raise FieldError("grpo.advantage", f"expected {expected}, got {shown(self.grpo.advantage)}")
         for name, tool in (self.tools or {}).items():
             if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
@@ -163,20 +164,21 @@ class Recipe(Section):
                 )
         if self.grpo.reference == "cpu" and self.lora is not None:
             raise FieldError(
-                "grpo.reference", 'expected "auto" with [lora], whose reference is the policy itself with adapters off'
+                "grpo.reference",
+                'expected "auto" with [lora], because the reference is the policy itself with adapters off',
             )
         if self.optim.offload == "masters" and (self.lora is not None or self.model.dtype == "float32"):
             without = "[lora]" if self.lora is not None else 'model.dtype = "float32"'
             raise FieldError(
                 "optim.offload",
-                f'expected "none" or "moments" with {without}, where the policy\'s own weights are trained and there '
-                "are no masters",
+                f'expected "none" or "moments" with {without}, because the policy\'s own weights are trained and '
+                "there are no masters",
             )
         if self.optim.schedule != "constant" and (self.optim.schedule_steps or self.run.steps) < self.run.steps:
             raise FieldError(
                 "optim.schedule_steps",
-                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, by "
-                f"which the learning rate is 0 from there on, got {self.optim.schedule_steps}",
+                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, "
+                f"because the learning rate is 0 from there on, got {self.optim.schedule_steps}",
             )
 
     def scheduled_steps(self) -> int | None:

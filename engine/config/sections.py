@@ -121,8 +121,8 @@ class RolloutSection(Section):
     tools_replay: str | None = None
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
-        ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
-        ("attention", "separate"): "what it meant is now written rollout.share_prefix = false",
+        ("attention", "shared"): "leave it out; it meant rollout.share_prefix = true, which is the default",
+        ("attention", "separate"): "write rollout.share_prefix = false instead",
     }
 
     def check(self) -> None:
@@ -138,11 +138,13 @@ class RolloutSection(Section):
         if not self.partial:
             for key, unset in (("groups_in_flight", None), ("max_staleness", 1), ("stale_cache", False)):
                 if getattr(self, key) != unset:
-                    raise FieldError(key, "expected it unset with partial = false, where every group ends in its step")
+                    raise FieldError(
+                        key, "expected it unset with partial = false, because every group ends in its step"
+                    )
             return
         if self.max_staleness == 0:
             raise FieldError(
-                "max_staleness", "expected an integer >= 1 with partial = true, for at 0 no group outlives its step"
+                "max_staleness", "expected an integer >= 1 with partial = true, because at 0 no group outlives its step"
             )
         least, most = self.questions_per_step, self.questions_per_step * (1 + self.max_staleness)
         if not least < self.in_flight <= most:
@@ -197,9 +199,9 @@ class ToolSection(Section):
             expected = "function, FILE.py:FUNCTION, or url, a server, or chat_url, a chat model's"
             raise FieldError("function", f"expected one of {expected}, got {' and '.join(given) or 'none'}")
         if (self.chat_url is None) != (self.model is None):
-            raise FieldError("model", "expected the chat model's name with chat_url, and none without")
+            raise FieldError("model", "expected the chat model's name with chat_url, and none without it")
         if self.template is not None and self.chat_url is None:
-            raise FieldError("template", "expected none without chat_url, for no prompt is sent")
+            raise FieldError("template", "expected none without chat_url, because no prompt is sent")
         if self.function is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", self.function):
             raise FieldError("function", f"expected FILE.py:FUNCTION, got {shown(self.function)}")
 
@@ -278,7 +280,9 @@ class GrpoSection(Section):
             raise FieldError("objective", f"expected the name of an objective, got {shown(self.objective)}; {hint}")
         if self.dual_clip is not None and surrogate_name(self.objective) not in CLIPPED:
             takers = ", ".join(name for name, one in OBJECTIVES.items() if one.surrogate in CLIPPED)
-            raise FieldError("dual_clip", f"expected none with objective = {shown(self.objective)}; {takers} have it")
+            raise FieldError(
+                "dual_clip", f"expected none with objective = {shown(self.objective)}; only {takers} use it"
+            )
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):
             expected = "a number > 0" if self.aggregation == "constant" else "no value"
             got = "nothing" if self.aggregation_constant is None else shown(self.aggregation_constant)
@@ -289,8 +293,8 @@ class GrpoSection(Section):
         if self.tis_level != "none" and self.old_logprobs != "recomputed":
             raise FieldError(
                 "old_logprobs",
-                f'expected "recomputed" with tis_level = "{self.tis_level}", for with "rollout" the ratio holds the '
-                "weight already",
+                f'expected "recomputed" with tis_level = "{self.tis_level}", because with "rollout" the ratio '
+                "already contains the weight",
             )
         if self.tis_floor is not None and self.tis_rule != "mask":
             raise FieldError("tis_floor", 'expected none with tis_rule = "truncate", which has no floor')
@@ -298,10 +302,13 @@ class GrpoSection(Section):
             raise FieldError("tis_cap", 'expected more than 1 with tis_rule = "mask", which drops what is beyond it')
         if self.guard != "none" and self.tis_level != "none" and self.tis_rule == "mask":
             raise FieldError(
-                "tis_rule", f'expected "truncate" with guard = "{self.guard}", which goes by the sign of the advantage'
+                "tis_rule",
+                f'expected "truncate" with guard = "{self.guard}", which depends on the sign of the advantage',
             )
         if self.reference == "cpu" and self.beta == 0:
-            raise FieldError("reference", 'expected a beta > 0 with reference = "cpu", for at 0 there is no reference')
+            raise FieldError(
+                "reference", 'expected a beta > 0 with reference = "cpu", because at 0 there is no reference'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,9 +397,9 @@ class SftSection(Section):
             got = "neither" if self.data is None else "both"
             raise FieldError("transcripts", f"expected either transcripts or data, questions, got {got}")
         if self.format == "reasoning" and (self.template is not None or self.answer != "tagged"):
-            raise FieldError("format", "reasoning has its system's template and tags; leave out template and answer")
+            raise FieldError("format", "reasoning uses its system's template and tags; leave out template and answer")
         if self.stop_at_copy_accuracy is not None and self.held_out == 0:
-            raise FieldError("held_out", "expected a number > 0 where there is a gate, got 0.0")
+            raise FieldError("held_out", "expected a number > 0 with stop_at_copy_accuracy, got 0.0")
 
     @classmethod
     def wants(cls) -> str:
@@ -422,10 +429,10 @@ class JudgeSection(Section):
 
     def check(self) -> None:
         if self.labels is not None and self.entailment is None:
-            raise FieldError("labels", "expected none without entailment, the classifier that they belong to")
+            raise FieldError("labels", "expected none without entailment, the classifier that the labels belong to")
         if (self.url is None) != (self.model is None):
             missing, given = ("url", "model") if self.url is None else ("model", "url")
-            raise FieldError(missing, f"expected a string, as there is a {given}, got nothing")
+            raise FieldError(missing, f"expected a string with {given}, got nothing")
         # A user who put the key itself here must not see it printed.
         if self.key_env is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.key_env):
             raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")

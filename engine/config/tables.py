@@ -184,7 +184,7 @@ def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
     except Unfit:
         key = key_of(name)
         if issubclass(cls, Section) and isinstance(value, str) and (key, value) in cls.FORMER:
-            raise FieldError(key, f"{shown(value)} is no choice any more; {cls.FORMER[key, value]}") from None
+            raise FieldError(key, f"{shown(value)} is no longer a choice; {cls.FORMER[key, value]}") from None
         raise FieldError(key, f"expected {expected(hint)}, got {shown(value)}") from None
 
 

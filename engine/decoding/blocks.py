@@ -90,7 +90,9 @@ class BlockPool:
     def allocate(self, count: int) -> Ints:
         """Return `count` new blocks with one owner each. RuntimeError if fewer are available."""
         if count > self.num_free:
-            raise RuntimeError(f"{count} blocks asked of a pool of {self.num_free}: the scheduler should have waited")
+            raise RuntimeError(
+                f"{count} blocks requested from a pool of {self.num_free}: the scheduler should have waited"
+            )
         while len(self._free) < count:
             self._forget(self._nodes[next(iter(self._idle))])
         taken = np.array(self._free[len(self._free) - count :], np.int64)

@@ -251,8 +251,8 @@ class Generator:
                 for part in parts if isinstance(parts, list) else ():
                     if not isinstance(part, Mapping) or part.get("type") != "text":
                         raise UserError(
-                            f"{where}: a message's content has the part {shown(part)}; expected text, for images are "
-                            "not read"
+                            f"{where}: a message's content has the part {shown(part)}; expected text, because images "
+                            "are not read"
                         )
             if not messages:
                 raise UserError(f"{where}: prompt_messages is empty; give at least one message")
@@ -301,7 +301,7 @@ def _checked_requests(requests: Iterable[GenerateRequest]) -> list[GenerateReque
         values: dict[str, Any] = {name: checked(where, name, getattr(request, name)) for name in names}
         stop = _checked_list(where, "stop", request.stop, "a tuple of strings, none empty, that UTF-8 encodes", _stop)
         if len(set(stop)) < len(stop):
-            raise UserError(f"{where}: stop holds a string twice; give each once")
+            raise UserError(f"{where}: stop has a string twice; give each once")
         found.append(replace(request, stop=tuple(stop), **values))
     return found
 
@@ -314,7 +314,7 @@ def _checked_list(where: str, name: str, values: object, expected: str, convert:
     for value in values:
         entry = convert(value)
         if entry is None:
-            raise UserError(f"{where}: {name} holds {shown(value)}; expected {expected}")
+            raise UserError(f"{where}: {name} contains {shown(value)}; expected {expected}")
         found.append(entry)
     return found
 

@@ -98,7 +98,7 @@ class ContinuingEndpoint(Endpoint):
         if not isinstance(found["text"], str):
             where = "choices[0].message.content" if self.chat else "choices[0].text"
             got = shown(response.data[:400].decode("utf-8", "replace"))
-            raise Unusable(f"no text at {where}, as such a completion has it, but {got}")
+            raise Unusable(f"no text at {where}, where such a completion has it, but {got}")
         return json.dumps(found)
 
 
@@ -183,9 +183,9 @@ class ApiRunContext(PromptContext):
             "prompt": "the server's chat template" if endpoint.chat else self.recipe.model.prompt,
             "lengths": f"in tokens of {by.tokenizer}, not the server's"
             if by.tokenizer
-            else f"in bytes, {BYTES_A_TOKEN} of which count as a token of a limit",
+            else f"in bytes, {BYTES_A_TOKEN} of which count as one token in limits",
             "requests": endpoint.requests,
-            "latency": f"{seconds:.3g} s a question, of a server asked {concurrency} at once; kept answers cost none",
+            "latency": f"{seconds:.3g} s a question, from a server asked {concurrency} at once; kept answers take none",
         }
 
 
@@ -288,7 +288,7 @@ class ApiWriter:
 
     def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
         raise UserError(
-            f"{self.rollout.system.name} asks for log-probs of a text (Score), which a server does not give; play it "
+            f"{self.rollout.system.name} needs log-probs of a text (Score), which a server does not give; run it "
             "with a model folder"
         )
 

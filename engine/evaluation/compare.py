@@ -77,7 +77,7 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
         raise UserError(f"{first.path} and {second.path}: no question is in both; compare runs on the same questions")
     for id_ in ids:
         if first.questions[id_] != second.questions[id_]:
-            raise UserError(f"question {id_} is another in {second.path} than in {first.path}; give ids that differ")
+            raise UserError(f"question {id_} of {second.path} is another in {first.path}; give them different ids")
     differences = {}
     incomparable = _incomparable(first, second)
     in_first, in_second = ({name for id_ in ids for name in run.measures[id_]} for run in (first, second))
@@ -108,8 +108,8 @@ def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluatio
     count = max(len(firsts), len(seconds))
     if not {len(firsts), len(seconds)} <= {1, count}:
         raise UserError(
-            f"compare: {len(firsts)} evaluations of the first beside {len(seconds)} of the second; name one a seed of "
-            "each, or a single one of what no seed changes"
+            f"compare: {len(firsts)} evaluations of the first against {len(seconds)} of the second; name one per "
+            "seed of each, or a single one of a side that no seed changes"
         )
     for side in (firsts, seconds):
         folders = [run.path.resolve() for run in side]
@@ -125,7 +125,7 @@ def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluatio
         if all(name in pair["differences"] for pair in pairs)
     }
     notes = [
-        f"{count} pairs, one a seed: means, intervals and p-values are over seeds. With {count} seeds no p is below "
+        f"{count} pairs, one per seed: means, intervals and p-values are over seeds. With {count} seeds no p is below "
         f"{least_p(count):.3g}."
     ]
     return {
@@ -208,12 +208,12 @@ def _incomparable(first: Evaluation, second: Evaluation) -> dict[str, str]:
     """Return the measures that differ in meaning between the two runs, each with the reason."""
     found = {}
     if first.rewarded_by != second.rewarded_by:
-        found["reward"] = "The two are rewarded differently: their rewards do not compare, and are left out."
+        found["reward"] = "The two are rewarded differently: their rewards cannot be compared, and are left out."
     for name, (key, what) in JUDGED.items():
         one, other = (run.figures.get(key) for run in (first, second))
         has = all(any(name in measures for measures in run.measures.values()) for run in (first, second))
         if one != other and has:
-            found[name] = f"{what} judged by {one} and {other}: their numbers do not compare, and are left out."
+            found[name] = f"{what} judged by {one} and {other}: their numbers cannot be compared, and are left out."
     return found
 
 
@@ -223,7 +223,7 @@ def _notes(
     notes = [f"{matched:,} questions are in both runs."]
     for run, which in ((first, "first"), (second, "second")):
         if alone := len(run.measures) - matched:
-            notes.append(f"{alone:,} questions of the {which} are in it alone and left out.")
+            notes.append(f"{alone:,} questions are only in the {which} and are left out.")
     notes += [f"{what} judged by {first.figures.get(key)}." for name, (key, what) in JUDGED.items() if name in compared]
     return notes + list(incomparable.values())
 

@@ -321,7 +321,7 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
     lines += [
         "",
         "Intervals: Wilson's where every question counts as yes or no, else percentile bootstrap over questions, 10,000"
-        " resamples; - where all questions have one value. They say nothing of training seeds.",
+        " resamples; - where all questions have one value. They say nothing about training seeds.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -78,7 +78,7 @@ from thresher.rewards.text import contains_answer
 
 NOTES = ("summary", "evidence", "extract", "evaluate", "refine", "analysis")  # tags of spans that may entail an answer
 ANSWERS = "answers.jsonl"
-REMEDY = "delete this line and those behind it, and they are generated again"
+REMEDY = "delete this line and those after it, and they are generated again"
 # Recipe keys that do not affect trajectories, or that the evaluation sets itself.
 _FREE = {*COMPUTING_KEYS, "retrieval.timeout", "retrieval.patience"} | {
     f"rollout.{key}" for key in ("group_size", "trees", "tree_nodes", "questions_per_step", "temperature")
@@ -132,7 +132,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         figures = figures_of(measures, [parts_of(entry) for entry in scored])
         figures |= _facts(context, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
-        lost = f"{roomless:,} found no room in rollout.max_context, and their answers count as missing"
+        lost = f"{roomless:,} did not fit into rollout.max_context, and their answers count as missing"
         figures |= {"branches_without_room": roomless, "roomless": lost if roomless else None}
         figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.warning()}
         records = (
@@ -162,7 +162,7 @@ def check_prompts(
         and context.tokenizer.chat_template is not None
     ):
         console.console.print(
-            f"{label}: the prompt goes in as it is, though the model has a chat template, which {chat} takes",
+            f"{label}: the prompt is used as it is, though the model has a chat template, which {chat} uses",
             soft_wrap=True,
         )
     return prompts
@@ -409,7 +409,7 @@ def read_generated(record: Mapping[str, Any], where: str) -> Generated:
         _require(isinstance(entry.relevant, list) and all(isinstance(x, bool) for x in entry.relevant))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{where}: no trajectory as it was written ({type(error).__name__}: {error}); {REMEDY}"
+            f"{where}: expected a trajectory as it was written ({type(error).__name__}: {error}); {REMEDY}"
         ) from None
     return entry
 
@@ -485,10 +485,10 @@ def _facts(
         name, value = NAMES.get(best.metric, (best.metric,))[0], shown_measure(best.metric, best.value)
         chosen = f"step {best.step}, of best {name[0].lower()}{name[1:]} on the dev split ({value})"
         if best.lost is not None:
-            chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
+            chosen += f", among the checkpoints that are kept; step {best.lost} was better but is not kept"
     unknown = sum(entry.question.gold_indices is None for entry in scored)
     if context.system.needs_gold_indices and unknown:
-        gold = f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
+        gold = f"unknown for {unknown:,} of {len(scored):,} questions, which earn nothing for naming some"
     bare = sum(not entry.question.golds for entry in scored)
     without = f"missing for {bare:,} of {len(scored):,} questions, which count in no measure against them"
     without += " nor in the reward" if context.system.needs_golds else ""

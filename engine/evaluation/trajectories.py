@@ -58,7 +58,7 @@ def check_out(out: Path, resume: bool) -> None:
     if not out.parent.is_dir():
         raise UserError(f"{out}: the folder {out.parent} does not exist; make it first")
     if os.path.lexists(out) and not resume:
-        raise UserError(f"{out}: exists already; choose another file, or go on with this one by --resume")
+        raise UserError(f"{out}: exists already; choose another file, or continue this one with --resume")
 
 
 def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:

@@ -71,7 +71,7 @@ class Journal:
 
     def _resume(self) -> None:
         if not self.side.exists():
-            raise UserError(f"{self.path}: exists, without the {self.side.name} of a run to go on with; choose another")
+            raise UserError(f"{self.path}: exists, but without the {self.side.name} needed to resume; choose another")
         side = read_object(self.side, remedy=REMEDY)
         made = side.get("settings")
         made = made if isinstance(made, dict) else {}

@@ -210,7 +210,7 @@ class Loop:
         self.generator: Rollout | ApiRollout | None = None
         if plan.agent is not None:
             if self.retriever is None:
-                raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
+                raise UserError("an agent searches, but there is no index or server; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
             system = with_packed_searches(load_baseline("search_loop", {}))
             # Evidence replaces the passages and is shown unformatted.

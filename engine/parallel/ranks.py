@@ -208,7 +208,7 @@ def _is_lost_connection(error: Exception) -> bool:
 
 def _lost(error: Exception) -> str:
     return (
-        f"another rank has ended without a word, as a process does that is killed ({_first_line(error)}); go on with "
+        f"another rank has ended without a message, as a killed process does ({_first_line(error)}); continue with "
         "--resume"
     )
 

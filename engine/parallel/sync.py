@@ -48,8 +48,8 @@ def _indivisible(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str | None
     for name, count in parts:
         if groups % (count * updates):
             return (
-                f"rollout.questions_per_step is {groups}; expected a multiple of {count} {name}{steps}, for a group is "
-                "not split"
+                f"rollout.questions_per_step is {groups}; expected a multiple of {count} {name}{steps}, because a "
+                "group is not split"
             )
     name, count = parts[-1]  # those that sample
     if recipe.rollout.in_flight % count:

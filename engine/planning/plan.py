@@ -241,7 +241,7 @@ def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int 
     if found.fits is False:
         raise UserError(
             f"the run needs {found.total_bytes / GB:.1f} GB at its {found.peak} ({found.sentence()}), and {there}; "
-            f"{found.advice[0]} (thresher plan has the rest)"
+            f"{found.advice[0]} (thresher plan shows the rest)"
         )
     beside = sum(found.host.values()) if recipe.model.device == "cuda" else found.total_bytes
     if beside > available:
@@ -261,6 +261,6 @@ def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int 
     if turned:
         words = " and ".join(turned)
         console.print(
-            f"train: the plan takes {words}, for without it the run does not fit, and {there}", soft_wrap=True
+            f"train: the plan chooses {words}, because the run does not fit without it, and {there}", soft_wrap=True
         )
     return replace(recipe, optim=optim, grpo=grpo), found

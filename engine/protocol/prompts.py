@@ -136,16 +136,16 @@ def check_call_format(tokenizer: Tokenizer, chat: bool) -> None:
     engine/chat_calls.py appends."""
     if not chat:
         raise UserError(
-            'the system shows its tools by the model\'s chat template; set model.prompt = "chat", and where a server '
-            "answers give its completions and the tokenizer"
+            'the system shows its tools with the model\'s chat template; set model.prompt = "chat", and if a server '
+            "answers, give its completions and the tokenizer"
         )
     begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _QUESTION}]
     for role, shown in (("tool", tool_response(Result(_PASSAGES))), ("user", correction(Turn(b"", None), _PASSAGES))):
         text = tokenizer.render_chat([*begun, {"role": role, "content": _PASSAGES}])
         if not text.endswith(f"{_QUESTION}{shown.before}{_PASSAGES}{shown.after}"):
             raise UserError(
-                f"the model's chat template writes a message of the role {role!r} otherwise than Qwen2.5's, which "
-                "engine/chat_calls.py has; let the system use tags of its own"
+                f"the model's chat template writes a message of the role {role!r} differently from Qwen2.5's, which "
+                "engine/chat_calls.py follows; let the system use tags of its own"
             )
 
 
@@ -293,7 +293,7 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
         return list(questions)
     if retriever is None:
         raise UserError(
-            f"question {bare[0].id} comes with no passages, and there is nowhere to search for them; give questions "
+            f"question {bare[0].id} has no passages, and there is no index or server to search; give questions "
             "with passages, or an index (retrieval.index, --index) or a server (retrieval.url)"
         )
     found = iter(retriever.search([question.question for question in bare], k))

@@ -268,7 +268,7 @@ def check_trajectory(
     for number, segment in enumerate(segments):
         name = f"segment {number} ({segment.source})"
         if not all(0 <= token < tokenizer.vocab_size for token in segment.ids):
-            wrong.append(f"{name} holds an id outside the tokenizer")
+            wrong.append(f"{name} has an id outside the tokenizer")
             continue
         sampled = segment.source is Source.POLICY and not trajectory.from_api
         if len(segment.logprobs) != (len(segment.ids) if sampled else 0):
@@ -287,13 +287,13 @@ def check_trajectory(
         if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
             before, after = segment.edges
             if control.intersection(segment.ids[before : max(len(segment.ids) - after, 0)]):
-                wrong.append(f"{name} holds a control token")
+                wrong.append(f"{name} contains a control token")
             allowed = 1 if segment.source is Source.RETRIEVED else 0
             counts = {tag: text.count(tag.encode()) for tag in tags}
             if any(count > allowed for count in counts.values()) or sum(counts.values()) > 2 * allowed:
-                wrong.append(f"{name} holds tags of its own: {counts}")
+                wrong.append(f"{name} contains tags of its own: {counts}")
     for number, score in enumerate(trajectory.scores):
         values = score["logprobs"]
         if len(values) != len(tokenizer.encode(score["text"])) or any(not value <= 1e-6 for value in values):
-            wrong.append(f"score {number} has not a log-prob of at most 0 for each token of its text")
+            wrong.append(f"score {number} does not have a log-prob of at most 0 for each token of its text")
     return wrong

@@ -381,7 +381,7 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: b
     if out.suffix != ".html":
         raise UserError(f"{out}: expected a file ending in .html for the page of several runs")
     if not 2 <= len(paths) <= len(LETTERS):
-        raise UserError(f"expected from 2 to {len(LETTERS)} runs to hold against each other, got {len(paths)}")
+        raise UserError(f"expected from 2 to {len(LETTERS)} runs to compare, got {len(paths)}")
     runs = [
         ComparedRun(**vars(RunRecords.read(path, unverified)), letter=letter, color=color)
         for path, letter, color in zip(paths, LETTERS, PALETTE, strict=False)
@@ -392,7 +392,7 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: b
     if not charts and not found:
         raise UserError(
             f"{' and '.join(str(run.folder.path) for run in runs)}: these runs share neither a metric nor a question of"
-            " an evaluation; name runs that have got to their first step, or to an evaluation of the same questions"
+            " an evaluation; name runs that have reached their first step, or an evaluation of the same questions"
         )
     page = page_template("comparison.html").render(
         runs=runs,

@@ -72,7 +72,7 @@ SHOWN = {
     "gradients": ("gradient",),
     "versions of the weights": ("versions",),
 }
-NO_ROLES = "A response is one text in this dump: what a tool or an environment wrote in it is not told apart."
+NO_ROLES = "A response is one text in this dump: what a tool or an environment wrote in it is not marked."
 TEXT_AS_WORDS = (
     "The dump has text and no token ids: it is cut into words. --tokenizer FOLDER cuts it into a model's tokens."
 )
@@ -80,7 +80,7 @@ ENCODED = (
     "The dump has text and no token ids: its tokens are the tokenizer's, and may differ from those that were sampled."
 )
 WORDS = "The text is cut into words: --tokenizer FOLDER shows the dump's tokens, and what it has of each."
-WEIGHTS = "The dump has several rewards and not their weights: each is shown, and no sum."
+WEIGHTS = "The dump has several rewards and not their weights: each is shown, but no sum."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def write_token_page(
     rollouts = list(islice(rows, most))
     if not rollouts:
         raise UserError(f"{path}: holds no rollout; name a file that has some")
-    notes = [] if next(rows, None) is None else [f"The file has more trajectories than the first {most:,} (--most)."]
+    notes = [] if next(rows, None) is None else [f"The file has more trajectories than these first {most:,} (--most)."]
     target = Path(out) if out is not None else path.with_name(path.name.removesuffix(".gz")).with_suffix(".html")
     write_page(target, _page(dump, rollouts, notes))
     return target
@@ -338,7 +338,7 @@ def _prime_rl(dump: Dump) -> Iterator[Rollout]:
 def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Rollout:
     """Return the rollout of one sequence of a trainer's token export."""
     if tokenizer is None:
-        raise UserError(f"{where}: holds token ids and no text; name the model's folder by --tokenizer FOLDER")
+        raise UserError(f"{where}: holds token ids and no text; name the model's folder with --tokenizer FOLDER")
     check_shape(row, START, where)
     ids = _column(row, "token_ids", where).astype(np.int64).tolist()
     mask = _column(row, "loss_mask", where, len(ids)) == 1
@@ -487,7 +487,7 @@ def _segments(
             try:
                 new |= {"ids": ids, "text": tokenizer.decode(ids)}
             except ValueError as error:
-                raise UserError(f"{where}: the dump is of another tokenizer ({error}); name its own") from None
+                raise UserError(f"{where}: the dump is from another tokenizer ({error}); name its own") from None
         segments.append(new)
     return segments
 

@@ -168,7 +168,7 @@ def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
     numbers += f" and {len(missing) - 12} more" if len(missing) > 12 else ""
     idle = sum(not has_signal(group) for group in missing)
     return (
-        f"{len(missing)} of {len(groups)} groups are left out, or the page would be larger than"
+        f"{len(missing)} of {len(groups)} groups are left out, because the page would be larger than"
         f" {MOST_BYTES / 1e6:.0f} MB ({idle} of them without a signal): {numbers}."
     )
 
@@ -283,10 +283,10 @@ def _tokens(
     try:
         pieces = token_texts([tokenizer.token_bytes(token) for token in ids])
     except ValueError as error:
-        raise UserError(f"the trajectories are of another tokenizer ({error}); give the run its own") from None
+        raise UserError(f"the trajectories are from another tokenizer ({error}); give the run its own") from None
     if "".join(pieces) != text:
         raise UserError(
-            f"the trajectories are of another tokenizer: it spells {''.join(pieces)[:60]!r}, they {text[:60]!r}"
+            f"the trajectories are from another tokenizer: it spells {''.join(pieces)[:60]!r}, they {text[:60]!r}"
         )
     shown = [visible(piece) for piece in pieces]
     return "".join(shown), [units(piece) for piece in shown], list(ids), line_breaks("".join(shown), tags)
@@ -437,7 +437,7 @@ def notes_of(recipe: Recipe, groups: Sequence[Group], stored: bool) -> list[str]
     statistics."""
     if not stored:
         return [
-            "This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room."
+            "This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their space."
             " Sources and advantages are shown."
         ]
     grpo, temperature = recipe.grpo, recipe.rollout.temperature
@@ -453,7 +453,7 @@ def notes_of(recipe: Recipe, groups: Sequence[Group], stored: bool) -> list[str]
         f"The update's values are of the first of {grpo.epochs_per_batch} passes over the batch.": (
             grpo.epochs_per_batch > 1
         ),
-        f"The batch had {grpo.updates_per_batch} updates: a part's values were found after the updates before it.": (
+        f"The batch had {grpo.updates_per_batch} updates: a part's values were computed after the updates before it.": (
             grpo.updates_per_batch > 1
         ),
         "The surrogate's ratio is to log-probs that the update computed itself before its first step; shown is the"

@@ -380,7 +380,7 @@ def serve_page(
     os.nice(5)
     # The main thread draws, because an interrupt ends it at once.
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    say(f"watch: http://localhost:{server.server_address[1]}/ until Ctrl-C; open to this machine alone")
+    say(f"watch: http://localhost:{server.server_address[1]}/ until Ctrl-C; open to this machine only")
     try:
         page.keep_up(every)
     finally:

@@ -168,7 +168,7 @@ class PaperManifest:
         """Return these tables, or all if `tables` is empty. Raise UserError for an unknown name."""
         if unknown := [name for name in tables if name not in self.tables]:
             raise UserError(
-                f"reproduce: {self.name} has no table {unknown[0]!r} here; choose of {', '.join(self.tables)}"
+                f"reproduce: {self.name} has no table {unknown[0]!r} here; choose from {', '.join(self.tables)}"
             )
         return {name: self.tables[name] for name in tables or self.tables}
 
@@ -292,7 +292,7 @@ def servers_of(
     for flag, given in (("--answer-url", urls), ("--answer-model", names)):
         for name, value in given:
             if name not in served:
-                there = f"choose of {', '.join(served)}" if served else "it has none; leave the flag out"
+                there = f"choose from {', '.join(served)}" if served else "it has none; leave the flag out"
                 raise UserError(f"reproduce: {flag} {name}={value}: {manifest.name} has no such model here; {there}")
     if without := [name for name, _ in names if name not in dict(urls)]:
         raise UserError(f"reproduce: --answer-model {without[0]}=..: give --answer-url {without[0]}=URL with it")
@@ -304,7 +304,7 @@ def servers_of(
         for other, server in found.items():
             if server.model == called and other != name:
                 raise UserError(
-                    f"reproduce: --answer-model: {other} and {name} are both called {called}; run them apart"
+                    f"reproduce: --answer-model: {other} and {name} are both called {called}; run them separately"
                 )
         found[name] = ServedModel(url, called, key)
     return found

@@ -91,7 +91,7 @@ def reproduce(
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
         more = f", and {len(others)} more command{'s' * (len(others) > 1)}" if others else ""
         raise UserError(
-            f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
+            f"reproduce: thresher {words} .. was refused ({why}){more}; fix that, and run this command again"
         )
     return found
 
@@ -123,7 +123,7 @@ def _run(
             except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: GPU memory or CUDA
                 why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 refused[command] = why
-                console.note(f"reproduce: left out, for {why}")
+                console.note(f"reproduce: left out: {why}")
     return True
 
 
@@ -132,7 +132,7 @@ def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], sc
     if scale.invented:
         if scale.prompts is not None:
             raise UserError(
-                "--prompts: the invented world's base knows its own short prompts; give it with --scale paper"
+                "--prompts: the invented world's base knows only its own short prompts; give it with --scale paper"
             )
         return
     asked = list(_asked(manifest, tables))
@@ -140,9 +140,9 @@ def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], sc
         names = sorted({name for method, model in asked if (name := prompt_name(method, model)) is not None})
         files = sorted(scale.prompts.glob("*.txt"))
         if not files or (other := next((file for file in files if file.stem not in names), None)) is not None:
-            where = f"{other}: nothing of these tables asks in it" if files else f"{scale.prompts}: holds no prompt"
+            where = f"{other}: no row of these tables uses it" if files else f"{scale.prompts}: holds no prompt"
             raise UserError(
-                f"{where}; name a file after whose prompt it is, such as {', '.join(names)}, with .txt behind"
+                f"{where}; name a file after the method that uses it, such as {', '.join(names)}, plus .txt"
             )
     for method, model in asked:
         for file in scale.prompt_of(method, model):
@@ -264,8 +264,8 @@ def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
                 for some, others in ((before, after), (after, before))
             )
             raise UserError(
-                f"{command.folder}: was made with {then}, where now there is {changed}; choose another --out, or the "
-                "flags of then"
+                f"{command.folder}: was made with {then}, but now there is {changed}; choose another --out, or the "
+                "earlier flags"
             )
         other = [name for name, content in made.get("recipes", {}).items() if now["recipes"].get(name) != content]
         if other:

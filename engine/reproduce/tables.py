@@ -187,8 +187,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     """Return the results in Markdown, one table per measure."""
     lines = [f"# {results['paper']}: {results['caption']}", ""]
     lines.append(
-        "Ours in the invented world: a column holds other questions than the printed one, and only the order of rows "
-        "compares."
+        "Ours in the invented world: a column holds other questions than the printed one, so only the order of rows "
+        "can be compared."
         if results["scale"] == "world"
         else "Ours at the paper's scale."
     )
@@ -218,8 +218,8 @@ def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
         )
     if 1 in pairs:
         yield (
-            f"†: two-sided, against {results['against']}, paired over the questions of one seed; it says nothing of "
-            "another seed."
+            f"†: two-sided, against {results['against']}, paired over the questions of one seed; it says nothing "
+            "about another seed."
         )
 
 

@@ -363,7 +363,7 @@ class EpisodeRunner:
         under_way = self.under_way  # read once, because the run continues meanwhile
         text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
         if self.clock.tool_calls:
-            text += f", {self.clock.tool_calls:,} calls of tools"
+            text += f", {self.clock.tool_calls:,} tool calls"
         return None if under_way is None else Stage("rollout", *under_way, text)
 
 
@@ -744,7 +744,7 @@ class Play:
     def _score(self, sample: Sample, request: Score) -> None:
         """Begin to score a text. The sample leaves the writer until the log-probs are complete."""
         context, text, tokenizer = request.context, request.text, self.runner.tokenizer
-        where = f"question {sample.job.question.id}: {self.runner.system.name} asks for a Score"
+        where = f"question {sample.job.question.id}: {self.runner.system.name} requests a Score"
         if not isinstance(text, str) or not text:
             raise UserError(f"{where} of {shown(text)}; expected a text that is not empty")
         present = 0
@@ -754,7 +754,7 @@ class Play:
         else:
             ids = self._truncated_context(sample, context)[1]
         if not ids:
-            raise UserError(f"{where} in an empty context; expected a token at least")
+            raise UserError(f"{where} in an empty context; expected at least one token")
         try:
             text_ids = tokenizer.encode(text)
         except UserError as error:
@@ -876,7 +876,8 @@ class Play:
     def _retriever(self) -> Retriever:
         if self.runner.retriever is None:
             raise UserError(
-                f"{self.runner.system.name} searches, and there is nowhere to; set retrieval.index or retrieval.url"
+                f"{self.runner.system.name} searches, but there is no index or server; set retrieval.index or "
+                "retrieval.url"
             )
         return self.runner.retriever
 
@@ -922,7 +923,7 @@ class Play:
                 for name, branch in request.branches.items():
                     if name in sample.pending or CALL.fullmatch(name) or name == "fold":
                         raise UserError(
-                            f"{self.runner.system.name} names a branch {shown(name)}; expected one that no other has: "
+                            f"{self.runner.system.name} names a branch {shown(name)}; expected an unused name: "
                             'calls are named "call 1", "call 2", .., and a fold "fold"'
                         )
                     sample.pending[name] = (branch, self._context(sample, branch), request.trained)
@@ -935,7 +936,7 @@ class Play:
                 segment = Segment(Source.FEEDBACK, renderer.feedback(request), edges=renderer.edges(request))
             else:
                 raise TypeError(
-                    f"{self.runner.system.name} yielded {request!r}, which is no request that may follow the prompt"
+                    f"{self.runner.system.name} yielded {request!r}, which is not a request that may follow the prompt"
                 )
             if sample.length + len(segment.ids) >= self.runner.limits.max_context:
                 self._end(sample, "context")

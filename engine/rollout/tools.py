@@ -337,7 +337,7 @@ class Replay:
             self._read = place, file, self._load(file)
         _, file, recorded = self._read
         key, number = (trajectory.question_id, trajectory.group, trajectory.sample), len(trajectory.tools)
-        where = f"{file}: question {key[0]}, group {key[1]}, sample {key[2]}, call {number + 1} of a tool"
+        where = f"{file}: question {key[0]}, group {key[1]}, sample {key[2]}, tool call {number + 1}"
         remedy = "replay a run of the same recipe, model and seed, or leave out rollout.tools_replay"
         stored = recorded.get(key, [])[number : number + 1]
         if not stored or not isinstance(text := stored[0].get("text"), str):
@@ -355,7 +355,7 @@ class Replay:
     def _load(file: Path) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
         if not file.is_file():
             raise UserError(
-                f"{file}: no such file, from which rollout.tools_replay takes results of tools; name a run that kept "
+                f"{file}: no such file, but rollout.tools_replay takes tool results from it; name a run that kept "
                 "the trajectories of every step (run.keep_trajectories = 1), or a file of thresher rollout"
             )
         found = {}
@@ -383,7 +383,7 @@ def load_tools(
             function: Callable[[dict[str, Any]], object] = partial(_not_called, name)
         elif server is not None:
             function = server(name, section)
-            say(f"calls of the tool {name} go to {section.url or section.chat_url}")
+            say(f"calls to the tool {name} go to {section.url or section.chat_url}")
         else:
             function = partial(_by_keyword, functions[f"[tools.{name}] function"])
         limits = {key: getattr(section, key) for key in ("timeout", "max_tokens", "concurrency")}
@@ -404,4 +404,4 @@ def _by_keyword(function: Callable[..., object], arguments: dict[str, Any]) -> o
 
 
 def _not_called(name: str, arguments: dict[str, Any]) -> object:
-    raise AssertionError(f"{name} is called though its results are replayed")
+    raise AssertionError(f"{name} is called although its results are replayed")

@@ -120,8 +120,8 @@ def replay(episode: Episode, exchanges: Sequence[Exchange], system: str) -> Requ
             request = None
         if request is None or _digest(request) != exchange.request:
             raise UserError(
-                f"{system}: the episode asked for something else when it was sent the same again, so no other sample "
-                "can go on from its turns; make it a function of what it is sent, or set rollout.trees = 0"
+                f"{system}: the episode requested something else when it was sent the same again, so no other sample "
+                "can continue from its turns; make it a function of what it is sent, or set rollout.trees = 0"
             )
     return request
 

@@ -173,7 +173,7 @@ class RecordedDraws:
 
     def _add(self, step: int, record: Mapping[str, Any], where: str) -> None:
         if record.get("scores"):
-            raise UserError(f"{where}: --replay: a text was scored, and by which weights is not stored")
+            raise UserError(f"{where}: --replay: a text was scored, but the weights that scored it are not stored")
         key, inherited = str(record.get("sample", 0)), (record.get("forked") or (0, 0))[1]
         turns = [segment for segment in record["segments"] if segment["source"] == "policy"][inherited:]
         parts = {key: turns} | {f"{key}/{name}": part for name, part in (record.get("branches") or {}).items()}
@@ -183,7 +183,7 @@ class RecordedDraws:
                     for version, count in segment["versions"]:
                         self._counts[step, record.get("group", 0), name, version] += count
                 except (KeyError, TypeError, ValueError):
-                    raise UserError(f"{where}: a turn tells no versions of the weights; {OF_THE_SAME}") from None
+                    raise UserError(f"{where}: a turn has no versions of the weights; {OF_THE_SAME}") from None
 
 
 class LastingPlay(Play):
@@ -237,9 +237,9 @@ class LastingPlay(Play):
             if fits:
                 return sample
         raise UserError(
-            f"{self.runner.system.name}: question {group.question.id}: the episode asked for something else when it "
-            "was sent the same again, so what an earlier rollout began cannot go on; make it a function of what it is "
-            "sent, or set rollout.partial = false (a changed unfinished.jsonl of a checkpoint ends so, too)"
+            f"{self.runner.system.name}: question {group.question.id}: the episode requested something else when it "
+            "was sent the same again, so what an earlier rollout began cannot continue; make it a function of what it "
+            "is sent, or set rollout.partial = false (a changed unfinished.jsonl of a checkpoint causes this, too)"
         )
 
     def interrupt(self) -> None:

@@ -222,7 +222,7 @@ class Endpoint:
             if usable(reply):
                 return reply
             asked = request["messages"][-1].get("content", "") if "messages" in request else request.get("prompt", "")
-            failure = f"a reply to {shown(asked)} of no use, {shown(reply)}"
+            failure = f"an unusable reply to {shown(asked)}, {shown(reply)}"
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
     def _send(self, body: bytes, called_off: threading.Event) -> HttpAnswer:
@@ -241,12 +241,12 @@ class Endpoint:
                     self._say(f"{self.url}: no reply ({failure}); asking again for up to {self._patience:g} s")
                 if now >= deadline:
                     raise UserError(
-                        f"{self.url}: no reply for {self._patience:g} s ({failure}); see to the server and run this "
+                        f"{self.url}: no reply for {self._patience:g} s ({failure}); check the server and run this "
                         f"again ({self._kept})"
                     ) from None
                 if now + failure.after > deadline:  # the server forbids an earlier request
                     raise UserError(
-                        f"{self.url}: wants {failure.after:g} s of rest ({failure}), more than the patience of "
+                        f"{self.url}: asks for a pause of {failure.after:g} s ({failure}), more than the patience of "
                         f"{self._patience:g} s; raise it, or run this again later ({self._kept})"
                     ) from None
                 called_off.wait(max(failure.after, min(pause, deadline - now)))
@@ -265,7 +265,7 @@ class Endpoint:
         try:
             response = request(self._pool, "POST", self.url, body, headers, self._timeout, CONNECT_SECONDS)
         except TooLarge as error:
-            raise UserError(f"{self.url}: gives {error}; give the address of a chat model ({self._kept})") from None
+            raise UserError(f"{self.url}: sends {error}; give the address of a chat model ({self._kept})") from None
         except urllib3.exceptions.HTTPError as error:
             raise _Passing(in_words(error, self._timeout, "a reply")) from None
         if response.status == 200:
@@ -276,13 +276,13 @@ class Endpoint:
         words = f"status {response.status}{f' ({reason})' if reason else ''}"
         if (response.status in PASSING or response.status >= 500) and code not in FINAL_CODES:
             raise _Passing(words, _retry_after(response))
-        raise UserError(f"{self.url}: refuses a request with {words}; fix what it names ({self._kept})")
+        raise UserError(f"{self.url}: refused a request with {words}; fix what it names ({self._kept})")
 
     def _read(self, response: HttpAnswer) -> str:
         reply = chat_reply(response)
         if reply is None:
             got = shown(response.data[:400].decode("utf-8", "replace"))
-            raise Unusable(f"no text at choices[0].message.content, as a chat completion has it, but {got}")
+            raise Unusable(f"no text at choices[0].message.content, where a chat completion has it, but {got}")
         return reply
 
 
@@ -301,7 +301,7 @@ def load_endpoint(
     if variable is not None and (wanted := key_at(variable, address)) not in allow_keys:
         raise UserError(
             f"judge.key_env: the recipe would send the key in {variable} to {address}; allow it, if that is what you "
-            f"want, by --allow-key {wanted}"
+            f"want, with --allow-key {wanted}"
         )
     say(f"verdicts of {section.model} come from {address}" + (f", with the key in {variable}" if variable else ""))
     return Endpoint(
@@ -326,7 +326,7 @@ def read_key(variable: str) -> str:
     """Return the key in an environment variable. UserError if it is not set, or cannot be sent in a header."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
-        state = "holds what no key can be" if key else "is not set"
+        state = "holds no possible key" if key else "is not set"
         raise UserError(f"the environment variable {variable}, which should hold the server's key, {state}; export it")
     return key
 

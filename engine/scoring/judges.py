@@ -250,7 +250,7 @@ def read_prompt(choice: str) -> str:
         raise UserError(f"judge.prompt: {choice} is neither {' nor '.join(PROMPTS)}, nor a file; name one of them")
     text = read_text(choice)
     if sorted(_PLACES.findall(text)) != ["golds", "response"]:
-        raise UserError(f"{choice}: a judge's prompt holds {{golds}} and {{response}} once each; mend it")
+        raise UserError(f"{choice}: expected a judge's prompt with {{golds}} and {{response}} once each; fix it")
     return text
 
 

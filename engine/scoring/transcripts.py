@@ -67,7 +67,7 @@ def score_file(
                 if key in seen:
                     raise UserError(
                         f"{where}: another record is sample {key[1]} of group {group} already; score the records of "
-                        "one step at a time, for a group's are rewarded together"
+                        "one step at a time, because a group is rewarded together"
                     )
                 seen.add(key)
             yield Attempt(record["id"], group, attempt)
@@ -156,12 +156,12 @@ def check_judged(attempt: RewardInput, system: System, where: str) -> None:
     """Raise UserError if the reward depends on a judge's result that the record does not have."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
-            f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
+            f"{where}: {system.name} is rewarded for entailment, and no judge runs here; add entailment, a number "
             "from 0 to 1, or choose a variant without it"
         )
     if system.wants_verdict and attempt.verdict is None and system.answer(attempt):
         raise UserError(
-            f"{where}: {system.name} is rewarded by a judge's verdict, and no judge is asked here; add verdict, true "
+            f"{where}: {system.name} is rewarded by a judge's verdict, and no judge runs here; add verdict, true "
             "or false, or choose another accuracy"
         )
 
@@ -188,7 +188,7 @@ def _decoded(ids: Any, text: str, where: str, tokenizer: Tokenizer) -> bytes:
         decoded = tokenizer.decode_bytes(ids)
         if decoded.decode("utf-8", "replace") == text:
             return decoded
-    raise UserError(f"{where}: its ids are not its text in this tokenizer; give the run's own, or leave the ids out")
+    raise UserError(f"{where}: its ids do not decode to its text; give the run's own tokenizer, or leave the ids out")
 
 
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[TextSegment]]:

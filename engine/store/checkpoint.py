@@ -111,7 +111,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         try:
             return read_checkpoint(path)
         except UserError as error:
-            warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+            warnings.warn(f"checkpoint skipped: {error}", stacklevel=2)
     return None
 
 
@@ -246,8 +246,8 @@ def check_resumed(
     if not told:
         RunFolder(folder).check_checkpoints(step, period)
         RunFolder(folder).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
-    where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
-    console.announce(f"{command}: goes on behind step {step} of {steps}, from {where}{also}")
+    where = checkpoint.path if checkpoint else "its beginning, because it has no checkpoint"
+    console.announce(f"{command}: continues after step {step} of {steps}, from {where}{also}")
 
 
 def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
@@ -272,8 +272,8 @@ def _way_back(paths: list[Path], verify: bool) -> str:
             step = read_checkpoint(path, verify).step
         except UserError:
             continue
-        return f"The newest whole checkpoint is {step_name(step)}: go back to it by --resume --resume-from {step}"
-    return "No earlier checkpoint is whole: begin again by --resume --resume-from 0"
+        return f"The newest whole checkpoint is {step_name(step)}: go back to it with --resume --resume-from {step}"
+    return "No earlier checkpoint is whole: begin again with --resume --resume-from 0"
 
 
 def _whole(path: Path) -> Checkpoint | None:
@@ -308,7 +308,7 @@ def _names(optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, t
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = sum(id(param) not in name_of for param in params)
     if unknown:
-        raise ValueError(f"the optimizer holds {unknown} of {len(params)} parameters that the policy does not name")
+        raise ValueError(f"the optimizer has {unknown} of {len(params)} parameters that the policy does not name")
     return [name_of[id(param)] for param in params]
 
 

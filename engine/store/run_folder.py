@@ -46,7 +46,7 @@ from thresher.engine.config.sections import RunSection
 
 SPENT = ("prefilled_tokens", "sampled_tokens", "computed_tokens")  # of a step's record, for run.token_budget
 # Advice on records that were changed, when a run is to be resumed.
-REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
+REMEDY = "put a copy back, or go back to a checkpoint with --resume --resume-from STEP and the records as they are"
 
 
 # Types of the stored records, for their readers. A record with a checksum has these types; one of an earlier version,
@@ -201,7 +201,7 @@ class RunFolder:
                 raise UserError(
                     f"{path}: the learning rate of every step follows from optim.schedule = {optim.schedule}, "
                     f"optim.warmup_ratio = {optim.warmup_ratio:g} (set by the recipe or by its system's preset) and "
-                    f"the {began} steps that they were laid out for, now {recipe.scheduled_steps()}; resume with "
+                    f"the {began} steps that it was scheduled for, now {recipe.scheduled_steps()}; resume with "
                     f"run.steps={stored.run.steps}, or start a new run, whose optim.schedule_steps may be more"
                 )
             run = cls(path, lock, unverified)
@@ -331,7 +331,7 @@ class RunFolder:
         if not _belongs(records, mark) and not any(_belongs(records, told) for told in self._accepted(step)):
             raise UserError(
                 f"{self.metrics_file}: its records up to step {step} are not the {mark['records']} that the checkpoint "
-                f"was saved with; put a copy back, or go on with those that are left by --resume --resume-from {step}"
+                f"was saved with; put a copy back, or accept those that are left with --resume --resume-from {step}"
             )
 
     def _accepted(self, step: int) -> list[dict[str, Any]]:
@@ -350,8 +350,8 @@ class RunFolder:
         done = max((record["step"] for record in records if "eval" not in record), default=0)
         if done > due:
             raise UserError(
-                f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl holds step {done}: that of step "
-                f"{due} is lost; put it back, or go back by --resume --resume-from {step}"
+                f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl has step {done}: that of step "
+                f"{due} is lost; put it back, or go back with --resume --resume-from {step}"
             )
 
 

@@ -165,7 +165,7 @@ def read_token_stats(
         if digest is None:
             warn_unguarded(path.parent.parent, path)
         elif digest != _digest(arrays):
-            raise UserError(f"{path}: was changed since it was written, by its digest; {REMEDY}")
+            raise UserError(f"{path}: was changed since it was written, as its digest shows; {REMEDY}")
     sizes = {f"{name}_P": sum(counts) for name in DTYPES if f"{name}_P" in arrays or name in ALWAYS}
     sizes["branches_B"] = sum(branches)
     fits = all(name in arrays and arrays[name].shape == (size,) for name, size in sizes.items())

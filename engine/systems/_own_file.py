@@ -152,14 +152,14 @@ def _own_episode(
         except StopIteration as stop:
             if wanted is AFTER_PROMPT and isinstance(stop.value, str):
                 return stop.value
-            expected = "the reason why it ended, behind a Prompt at least"
+            expected = "the reason why it ended, after at least a Prompt"
             raise UserError(f"{path}: {what} returned {stop.value!r}; expected {expected}; fix the file") from None
         except UserError:
             raise
         except FAULTS as error:
             raise _fault(what, path, error) from error
         if not isinstance(request, wanted):
-            place = "yielded first" if wanted is FIRST else "yielded behind its prompt"
+            place = "yielded first" if wanted is FIRST else "yielded after its prompt"
             expected = ", ".join(each.__name__ for each in wanted)
             raise UserError(f"{path}: {what} {place} {request!r}; expected {expected}; fix the file")
         allowed: Any = str | BranchPrompt if isinstance(request, Score) else BranchPrompt
@@ -205,9 +205,9 @@ def _wrong(result: object) -> str | None:
         if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
             huge = isinstance(value, int) and value.bit_length() > 64  # which Python may refuse to convert to a string
             found = "a huge number" if huge else repr(value)
-            return f"{name} = {found}, which is no finite number of at most {LARGEST:.0e}"
+            return f"{name} = {found}, which is not a finite number of at most {LARGEST:.0e}"
     if not isinstance(result.answer, str | None):
-        return f"an answer of {type(result.answer).__name__}; it should be a string, or None without one"
+        return f"an answer of {type(result.answer).__name__}; it should be a string, or None if there is none"
     return None
 
 

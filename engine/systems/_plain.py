@@ -70,8 +70,8 @@ def _load(name: str) -> Callable[..., Any]:
 
     def absent(attempt: RewardInput) -> RewardResult:  # raises only when called: a report needs no reward
         raise UserError(
-            f"the reward {name} was a function of the program that trained, and of no file; run that program, or write "
-            "the function into a file and name it, FILE.py:FUNCTION"
+            f"the reward {name} was a function of the program that trained, and is in no file; run that program, or "
+            "write the function into a file and name it, FILE.py:FUNCTION"
         )
 
     return absent
@@ -100,7 +100,9 @@ def _reward(
     pairs = list(zip(weights, results, strict=True))
     turns = [[w * value for value in one.turns] for w, one in pairs if one.turns is not None]
     if len({len(values) for values in turns}) > 1:
-        raise UserError(f"rewards {', '.join(labels)}: their turns are of unlike numbers; expected one for each turn")
+        raise UserError(
+            f"rewards {', '.join(labels)}: they have different numbers of turns; expected one for each turn"
+        )
     spans = [(start, end, w * value) for w, one in pairs for start, end, value in one.tokens or ()]
     return RewardResult(
         math.fsum(w * one.reward for w, one in pairs),
@@ -138,8 +140,8 @@ def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[R
         missing = [key for key, p in wanted.items() if key not in columns and p.default is p.empty]
         if missing:
             raise UserError(
-                f"reward {name}: it asks for {', '.join(missing)}, which the question {attempt.question[:60]!r} has "
-                f"not; its keys are {', '.join(columns)}"
+                f"reward {name}: it takes {', '.join(missing)}, which the question {attempt.question[:60]!r} "
+                f"does not have; its keys are {', '.join(columns)}"
             )
         passed = columns if everything else {key: columns[key] for key in wanted if key in columns}
         try:

@@ -122,8 +122,8 @@ def _rewarded_branches(entry: Scored) -> dict[str, float]:
     for name, value in given.items():
         if name not in trained:
             raise UserError(
-                f"the reward of question {entry.question.id} has one for the branch {shown(name)}; expected names of "
-                f"the trajectory's trained branches: {', '.join(trained) or 'there is none'}"
+                f"the reward of question {entry.question.id} has a value for the branch {shown(name)}; expected names "
+                f"of the trajectory's trained branches: {', '.join(trained) or 'it has none'}"
             )
         if as_number(value) is None:
             raise UserError(

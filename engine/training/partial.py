@@ -33,7 +33,7 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
 
 FILE = "unfinished.jsonl"  # name in a checkpoint
-LEARN_NOTHING = "go on from another checkpoint by --resume --resume-from STEP"
+LEARN_NOTHING = "continue from another checkpoint with --resume --resume-from STEP"
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ def read_queue(path: Path, rank: int, ranks: int) -> tuple[Queue, dict[int, Mapp
     file = path / FILE
     if not file.is_file():
         raise UserError(
-            f"{file}: no such file, in which a run with rollout.partial or run.async keeps its groups; {LEARN_NOTHING}"
+            f"{file}: no such file, but a run with rollout.partial or run.async keeps its groups there; {LEARN_NOTHING}"
         )
     queues: dict[int, Queue] = {}
     groups: dict[int, Mapping[str, Any]] = {}
@@ -178,8 +178,8 @@ def read_queue(path: Path, rank: int, ranks: int) -> tuple[Queue, dict[int, Mapp
             raise UserError(f"{file}:{number}: expected a group of the run; {LEARN_NOTHING}") from None
     if len(queues) != ranks:
         raise UserError(
-            f"{file}: was saved by {len(queues)} ranks, and now there are {ranks}; with rollout.partial or run.async a "
-            "run goes on with as many"
+            f"{file}: was saved by {len(queues)} ranks, and now there are {ranks}; with rollout.partial or run.async, "
+            "resume a run with the same number"
         )
     return queues[rank], groups
 
@@ -190,7 +190,7 @@ def restore(group: Group, record: Mapping[str, Any]) -> Group:
     if record.get("question") != group.question.id:
         raise UserError(
             f"{record['where']}: expected a group of question {group.question.id}, found {record.get('question')}; "
-            "go on with the data.train that the run began with"
+            "resume with the data.train that the run began with"
         )
     try:
         group.log = [(str(key), _unpacked(kind, value)) for key, kind, value in record["log"]]

@@ -65,7 +65,7 @@ def read_transcripts(
     placed = ((f"{path}:{number}", record) for number, record in read_records(path, foreign=True, remedy=ON_PURPOSE))
     result = encode_all(placed, tokenizer, renderer, template, end_id)
     if not result:
-        raise UserError(f"{path}: holds no transcript; expected one JSON object a line")
+        raise UserError(f"{path}: has no transcripts; expected one JSON object a line")
     return result
 
 
@@ -155,11 +155,11 @@ def encode_transcript(
             copied.extend(start + at for at in _inside(segment, new, tokenizer))
             if segment.get("end", False):
                 if end_id is None:
-                    raise ValueError("a segment with an end, but the model has no end of text")
+                    raise ValueError("a segment has an end, but the model has no end-of-text token")
                 rows.append(len(ids))
                 ids.append(end_id)
     if not rows or rows[0] == 0:
-        raise ValueError("no text of a policy segment" if not rows else "nothing before the first policy segment")
+        raise ValueError("no policy segment has text" if not rows else "nothing precedes the first policy segment")
     return Transcript(ids, rows, copied, cut)
 
 
@@ -176,7 +176,7 @@ def _segment_ids(segment: dict[str, Any], source: Source, tokenizer: Tokenizer) 
         return tokenizer.encode_template(text) if source is Source.PROMPT else tokenizer.encode(text)
     ids = list(segment["ids"])
     if tokenizer.decode(ids) != text:
-        raise ValueError(f'the "ids" of {text!r} are another tokenizer\'s; leave them out to train on the text')
+        raise ValueError(f'the "ids" of {text!r} come from another tokenizer; leave them out to train on the text')
     return ids
 
 

@@ -100,7 +100,7 @@ def make_records(
         analysis = None
         if reason is None and kind == "reasoning":
             analysis = templated_analysis(question) if analyses is None else analyses.get(question.id)
-            reason = None if analysis else f"{author} wrote no analysis that closes"
+            reason = None if analysis else f"{author} wrote no complete analysis"
         if reason is not None:
             unused.append(Unused(question.id, reason))
             continue
@@ -186,7 +186,7 @@ def taught_records(
         if not exact_match(full_answer(attempt) or "", attempt.golds):
             unused.append(Unused(str(record["id"]), "the answer is wrong"))
         elif missing is not None:
-            unused.append(Unused(str(record["id"]), f"no {missing} that closes and says something"))
+            unused.append(Unused(str(record["id"]), f"no complete, non-empty {missing}"))
         elif not attempt.passages:
             unused.append(Unused(str(record["id"]), "no passages"))
         else:
@@ -226,6 +226,6 @@ def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str |
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
-            "give questions with passages, for reasoning with gold_indices, for episode with evidence, and transcripts "
-            "that answer right"
+            "give questions with passages (and gold_indices for reasoning, evidence for episode), and transcripts with "
+            "right answers"
         )

@@ -51,7 +51,7 @@ LIMITS = {
     "tokens": "its turns are longer than rollout.max_policy_tokens",
     "context": "it is longer than rollout.max_context",
 }
-NOT_RIGHT = "the reward of its answer is not that of a right one"
+NOT_RIGHT = "its answer does not get the reward of a right one"
 
 Triple = tuple[str, str, str]
 # (the sample whose turn is due, answer, triples, stop tags) -> the turn's text
@@ -65,8 +65,8 @@ def triples_of(question: Question, tags: tuple[str, ...]) -> list[Triple]:
     for triple in found if isinstance(found, list) else [found]:
         if not isinstance(triple, list) or [type(part) for part in triple] != [str, str, str]:
             raise UserError(
-                f"question {question.id}: its evidence holds {triple!r}; expected a list of triples [subject, "
-                "relation, object], all texts"
+                f"question {question.id}: its evidence has {triple!r}; expected a list of triples [subject, "
+                "relation, object] of texts"
             )
     escaped = [[escape_tags(part.strip(), tags) for part in triple] for triple in found]
     return list(dict.fromkeys((subject, relation, object_) for subject, relation, object_ in escaped))

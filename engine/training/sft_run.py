@@ -199,12 +199,12 @@ class FineTuning:
         if "transcripts" in changed:
             raise UserError(
                 f"{self.sft.transcripts or self.sft.data}: its transcripts have other tokens than those that the run "
-                "was trained on until its checkpoint; put the file, its prompt and the tokenizer back, or start again "
+                "was trained on before its checkpoint; restore the file, its prompt and the tokenizer, or start again "
                 "with another --out"
             )
         if changed:
             raise UserError(
-                f"{self.recipe.model.path}: its weights are not those with which the run began; put them back, or "
+                f"{self.recipe.model.path}: its weights are not those that the run began with; put them back, or "
                 "start again with another --out"
             )
 
@@ -230,7 +230,9 @@ def check_out(out: Path, resume: bool) -> None:
     if resume and not folder.exists():
         raise UserError(f"{out}: no fine-tuning was begun there; leave out --resume to begin one")
     if not resume and folder.exists():
-        raise UserError(f"{folder}: a fine-tuning that is not finished; go on by --resume, or delete it to begin again")
+        raise UserError(
+            f"{folder}: a fine-tuning that is not finished; continue with --resume, or delete it to begin again"
+        )
     if resume:
         RunFolder.existing(folder, "delete it, and begin again without --resume")
 

@@ -93,16 +93,16 @@ def train(
     told = from_step is not None
     if recipe.run.async_ and not ranks.is_distributed:
         raise UserError(
-            "run.async: expected false in one process, for its rollout and its update would take turns on one device; "
-            "start two or more by torchrun, or set rollout.partial = true in its place"
+            "run.async: expected false in one process, because its rollout and its update would take turns on one "
+            "device; start two or more with torchrun, or set rollout.partial = true instead"
         )
     check_trackers(recipe.run.trackers)
     if replay is not None:
         recipe = replayed(recipe, replay)
     elif recipe.rollout.partial and recipe.rollout.tools_replay is not None:
         raise UserError(
-            "rollout.tools_replay: expected none with rollout.partial = true, where the time that a call takes decides "
-            "which weights draw the tokens behind it; repeat the whole run by --replay RUN"
+            "rollout.tools_replay: expected none with rollout.partial = true, because the time that a call takes "
+            "decides which weights draw the tokens after it; repeat the whole run with --replay RUN"
         )
     if ranks.is_main:
         RunFolder.check(out, resume)
@@ -112,13 +112,13 @@ def train(
     done = checkpoint.step if checkpoint else -1
     if done > recipe.run.steps:
         raise UserError(
-            f"{out}: step {done} is done, and run.steps is {recipe.run.steps}; raise it, or go back by --resume-from"
+            f"{out}: step {done} is done, and run.steps is {recipe.run.steps}; raise it, or go back with --resume-from"
         )
     check_config_sync(recipe, ranks, out, checkpoint.path if checkpoint else None)
     if ranks.is_main:
         if resume:
             planned = recipe.optim.schedule_steps
-            also = f"; its learning rate is laid out for {planned} steps, optim.schedule_steps" if planned else ""
+            also = f"; its learning rate is scheduled for {planned} steps, optim.schedule_steps" if planned else ""
             check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=told, also=also)
         check_disk(recipe, recipe.model.path, out)
     trainers = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
@@ -174,7 +174,7 @@ def train(
         if recipe.rollout.stale_cache:
             under_way = "a step that is being learned is finished, and the run's last checkpoint kept"
         elif recipe.run.async_:
-            under_way = "the step under way is finished, with the rollout beside it, and saved"
+            under_way = "the step under way is finished, with the rollout that runs at the same time, and saved"
         finished = defer_signals(under_way, unless=trainer.loses_nothing)
         with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):
             trainer.run(checkpoint, watch, before - started)
@@ -189,14 +189,16 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
     """Return the recipe with results of tools from `run`. UserError if that is a run of another recipe, or has not
     stored everything that was sampled."""
     if recipe.grpo.refill:
-        raise UserError("--replay: expected grpo.refill = false, for groups set aside are not stored")
+        raise UserError("--replay: expected grpo.refill = false, because groups set aside are not stored")
     if recipe.rollout.stale_cache or any(tool.noise for tool in (recipe.tools or {}).values()):
         key = "rollout.stale_cache = false" if recipe.rollout.stale_cache else "tools without noise"
-        raise UserError(f"--replay: expected {key}, for what it decides is not stored")
+        raise UserError(f"--replay: expected {key}, because what it decides is not stored")
     if recipe.run.async_:
-        raise UserError("--replay: expected run.async = false, for the groups behind the last step are not stored")
+        raise UserError("--replay: expected run.async = false, because the groups after the last step are not stored")
     if recipe.run.token_budget is not None:
-        raise UserError("--replay: expected no run.token_budget, for what a step prefills depends on when tools answer")
+        raise UserError(
+            "--replay: expected no run.token_budget, because what a step prefills depends on when tools answer"
+        )
     stored = load_recipe(RunFolder(Path(run)).recipe_file)
     if stored.run.keep_trajectories != 1:
         raise UserError(f"--replay {run}: expected run.keep_trajectories = 1, got {stored.run.keep_trajectories}")
@@ -381,7 +383,7 @@ class Trainer:
         """Print the first warning that passages were cut to fit; the metrics count them all."""
         if warning and not self.warned_truncation:
             console.console.print(
-                f"train: {warning} (reported once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
+                f"train: {warning} (reported once; cut_passages in metrics.jsonl keeps counting)", soft_wrap=True
             )
             self.warned_truncation = True
 
@@ -391,7 +393,7 @@ class Trainer:
         if self.recipe.grpo.refill and none and not self.warned_no_signal:
             console.console.print(
                 f"train: no group of step {record['step']} has a signal, so it updates nothing; rounds of sampling: "
-                f"{record['refill_rounds']} (reported once; zero_advantage_groups in metrics.jsonl goes on counting)",
+                f"{record['refill_rounds']} (reported once; zero_advantage_groups in metrics.jsonl keeps counting)",
                 soft_wrap=True,
             )
             self.warned_no_signal = True
@@ -454,7 +456,7 @@ def _check_unchanged(checkpoint: Checkpoint, index: str | None, files: Mapping[s
     if before is not None and before != index:
         raise UserError(
             f"retrieval.url: the server has another index ({index or 'unnamed'}) than the one that the run has "
-            f"searched ({before}); start it with that one"
+            f"searched ({before}); start the server with that one"
         )
     for path, digest in checkpoint.state.get("files", {}).items():
         if files.get(path, digest) != digest:

@@ -41,7 +41,7 @@ def initialise(
 ) -> dict[str, Any]:
     """Write a model folder; return its sizes. Give exactly one of tokenizer_path and train_on."""
     if (tokenizer_path is None) == (not train_on):
-        raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
+        raise UserError("init: expected exactly one of --tokenizer FOLDER and --train-tokenizer FILES")
     whole = read_json_object(Path(config_path))
     # The text part of a model of text and images is nested.
     table = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
@@ -58,7 +58,7 @@ def initialise(
     else:
         if vocab_size < SMALLEST:
             raise UserError(
-                f"init: --vocab-size is {vocab_size}; expected at least {SMALLEST}, for there are 256 bytes"
+                f"init: --vocab-size is {vocab_size}; expected at least {SMALLEST}, because there are 256 bytes"
             )
         tokenizer = train_bpe(_strings(train_on), vocab_size, [END_OF_TEXT])
         table["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND

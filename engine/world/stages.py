@@ -235,7 +235,9 @@ def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
     file = out / BEGUN
     if not file.exists():
         if out.exists():
-            raise UserError(f"{out}: exists already, and is no demo's folder; choose another with --out, or delete it")
+            raise UserError(
+                f"{out}: exists already, and is not a demo's folder; choose another with --out, or delete it"
+            )
         with staged_folder(out) as staged:
             if plan.questions is not None:
                 split_questions(plan.questions, staged / "data", plan.seed)

@@ -624,7 +624,7 @@ def _bounds(
     (T, K, D), (V, E) = k.shape, v.shape[1:]
     if len(v) != T or V % K or decay.shape != (T, V) or beta.shape != (T, V):
         raise ValueError(
-            f"v {list(v.shape)}, decay {list(decay.shape)}, beta {list(beta.shape)} beside k {list(k.shape)}; expected "
+            f"v {list(v.shape)}, decay {list(decay.shape)}, beta {list(beta.shape)} with k {list(k.shape)}; expected "
             "[T, V, E], [T, V] and [T, V], V a multiple of K"
         )
     if not bounds or bounds[0] != 0 or bounds[-1] != T or sorted(bounds) != bounds:

@@ -170,11 +170,13 @@ class BuildSettings:
         if self.keep not in KEEPS:
             raise UserError(f"keep is {self.keep!r}; expected one of {', '.join(KEEPS)}")
         if self.kind.exact and self.keep != "float32":
-            raise UserError(f"keep is {self.keep!r}, but {self.kind.name} keeps what it searches; leave it out")
+            raise UserError(
+                f"keep is {self.keep!r}, but {self.kind.name} keeps the vectors that it searches; leave it out"
+            )
         if self.keep == NOT_KEPT and self.kind.borrows:
             raise UserError("keep is 'none', but a graph is searched over its vectors; keep them in float32 or float16")
         if self.keep == NOT_KEPT and self.kind.directions:
-            raise UserError(f"keep is 'none', but {self.kind.name} only finds what is to be scored; keep float16")
+            raise UserError(f"keep is 'none', but {self.kind.name} finds only candidates to be scored; keep float16")
         if not 0 < self.recall <= 1:
             raise UserError(f"recall is {self.recall}; expected more than 0 and at most 1")
 
@@ -290,7 +292,7 @@ def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettin
             if begun.get(name) != wanted[name]:
                 raise UserError(
                     f"{work}: an unfinished index over another {name} ({_short(begun.get(name))}, now "
-                    f"{_short(wanted[name])}); finish it with the command it was begun with, or remove the folder"
+                    f"{_short(wanted[name])}); finish it with the command that started it, or remove the folder"
                 )
         if begun.get("kind") != wanted["kind"]:
             for name in (*SCRATCH, INDEX_FILE):

@@ -64,7 +64,7 @@ def build(
     started = time.perf_counter()
     check_embed(embed)
     if embed == PAIRED and encoder_name.partition(":")[0] in (WORDS, LexicalEncoder.name):
-        raise UserError(f"embed is {embed!r}, for a model that knows the token [SEP], as DPR's; take title+text")
+        raise UserError(f"embed is {embed!r}, which needs a model with the token [SEP], such as DPR's; use title+text")
     out = Path(out)
     refuse_existing(out)
     corpus = _open(Path(corpus_path), out, chunk_words, skip_empty)
@@ -75,7 +75,7 @@ def build(
     if encoder_name.partition(":")[0] == WORDS:
         if (kind, memory, recall, keep) != (None, None, RECALL, KEEP) or encoder_options:
             raise UserError(
-                "kind, memory, recall, keep and a model's settings are for vectors, and bm25 makes none; leave them out"
+                "kind, memory, recall, keep and a model's settings apply to vectors, and bm25 has none; leave them out"
             )
         _build_words(encoder_name, corpus, out, embed, on_stage)
         figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
@@ -115,10 +115,10 @@ def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str,
 
         encoder = load_encoder(name, **options)
         if embed == PAIRED and not encoder.separates:
-            raise UserError(f"embed is {embed!r}, and the tokenizer of {name} has no token [SEP]; take title+text")
+            raise UserError(f"embed is {embed!r}, but the tokenizer of {name} has no token [SEP]; use title+text")
         return encoder
     if options:
-        raise UserError(f"{', '.join(options)}: for the folder of a model; the encoder {name} has no such setting")
+        raise UserError(f"{', '.join(options)}: only for the folder of a model; the encoder {name} has no such setting")
 
     def texts() -> Iterator[str]:
         for row, passage in enumerate(corpus, 1):
@@ -140,17 +140,15 @@ def _settings(
         needed = estimate(parsed, passages, dim)
         if needed.most_ram > parse_memory(memory):
             raise UserError(
-                f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(needed.most_ram)} of memory, and {memory} "
-                "are given; leave out the kind, and one that fits is chosen"
+                f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(needed.most_ram)} of memory, but {memory} "
+                "are given; leave out the kind to get one that fits"
             )
     return BuildSettings(kind=parsed, embed=embed, keep=keep, recall=recall, reason=reason)
 
 
 def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
     if min(value for name, value in manifest.recall.items() if name.startswith("recall_at_")) < settings.recall:
-        return (
-            "less than wanted was found, at any nprobe or efSearch; take longer codes, keep the vectors, or take flat"
-        )
+        return "no nprobe or efSearch reached the requested recall; use longer codes, keep the vectors, or use flat"
     return settings.kind.note(manifest.parameters)
 
 
@@ -224,7 +222,7 @@ def check(
     if absent == gold_titles:
         raise UserError(
             f"{queries_path}: no passage of {index_dir} has any of its {len(absent)} gold titles, such as "
-            f"{min(absent)!r}; name an index of the corpus that the questions are asked of"
+            f"{min(absent)!r}; name an index of the corpus that these questions are about"
         )
     depth = min(len(retriever), max(k, MRR_DEPTH))
     recall = full = reciprocal = 0.0

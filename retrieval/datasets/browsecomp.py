@@ -35,13 +35,13 @@ def reveal(text: object, canary: str | None, where: str) -> object:
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
-        raise UserError(f"{where} is not obfuscated (it is no base64); leave --canary out") from None
+        raise UserError(f"{where} is not obfuscated (it is not base64); leave --canary out") from None
     try:
         key = cycle(hashlib.sha256(canary.encode()).digest())
         return bytes(a ^ b for a, b in zip(data, key, strict=False)).decode()
     except UnicodeDecodeError:
         raise UserError(
-            f"{where} is no text under this --canary; give the whole canary line at the end of the data set's card"
+            f"{where} is not text with this --canary; give the whole canary line at the end of the data set's card"
         ) from None
 
 

@@ -291,7 +291,7 @@ def _documents(
     counts["documents without text, left out"] = len(empty)
     for id_, question in named_by.items():
         raise UserError(
-            f"{', '.join(map(str, paths))}: of the documents that questions name {len(named_by):,} are absent, such as "
+            f"{', '.join(map(str, paths))}: {len(named_by):,} of the documents that questions name are absent, such as "
             f"{id_!r} of question {question!r}; give all files of the corpus"
         )
 

@@ -331,7 +331,7 @@ def _pairs(value: object, others: Sequence[str], where: str) -> list[tuple[str, 
         other = next((key for key in others if key in found), others[0])
         titles, values = (listed(found.get(key), f'{where}, "{key}",') for key in ("title", other))
         if len(titles) != len(values):
-            raise UserError(f'{where}: {len(titles)} titles beside {len(values)} in "{other}"; fix this record')
+            raise UserError(f'{where}: {len(titles)} titles but {len(values)} in "{other}"; fix this record')
         pairs = list(zip(titles, values, strict=True))
     elif isinstance(found, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         pairs = [(pair[0], pair[1]) for pair in found]
@@ -522,7 +522,7 @@ def require(fmt: QuestionFormat, record: Record, where: str) -> None:
 def _unlike(record: Record, fmt: QuestionFormat | None = None) -> str:
     keys = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
     if not _asks(record) and any(key in record for key in TEXT_KEYS):
-        return f"a passage of a corpus (keys: {keys}), and no question; give the file that holds the questions"
+        return f"a passage of a corpus (keys: {keys}), not a question; give the file that holds the questions"
     expected = "no question set in a known format" if fmt is None else f"not {fmt.title}"
     return (
         f"{expected} (keys: {keys}); the formats are {', '.join(NAMES)}, so convert the file to one of them, the "

@@ -31,7 +31,7 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
     """
     fmt = detect(path)
     if fmt.name not in READABLE:
-        raise UserError(f"{path}: looks like {fmt.title}; turn it into our records first, with thresher data convert")
+        raise UserError(f"{path}: looks like {fmt.title}; convert it to our records first, with thresher data convert")
     count: Counter[str] = Counter()
     sizes: dict[str, list[int]] = {name: [] for name in ("golds", "passages", "gold passages")}
     words: dict[str, list[int]] = {name: [] for name in ("question", "first gold", "passage")}
@@ -113,7 +113,7 @@ def excerpt(question: Question, *, whole: bool = False) -> str:
         lines.append(f"  {key}: {text if whole else _cut(text)}")
     gold = question.gold_indices
     if question.passages:
-        known = "which are gold is not known" if gold is None else f"{len(gold)} of them gold (*)"
+        known = "which of them are gold is not known" if gold is None else f"{len(gold)} of them gold (*)"
         lines.append(f"passages  {len(question.passages)}, {known}")
     for number, passage in enumerate(question.passages, 1):
         mark = "*" if number in (gold or ()) else " "

@@ -78,7 +78,7 @@ class Classifier:
         places = [place for place, label in enumerate(self.labels) if label.strip().lower() == ENTAILMENT]
         if len(places) != 1:
             raise UserError(
-                f"{self.folder}: which output is entailment cannot be read from the labels {json.dumps(self.labels)}; "
+                f"{self.folder}: the labels {json.dumps(self.labels)} do not say which output is entailment; "
                 f"give labels, the names of its {len(self.labels)} outputs in the model's order, one of them "
                 f'"{ENTAILMENT}"'
             )
@@ -163,7 +163,7 @@ def _labels(record: Mapping[str, Any], path: Path, count: int, given: Sequence[s
     """Return the outputs' names: `given`, else those of id2label, else their numbers."""
     if given is not None:
         if len(given) != count:
-            raise UserError(f"{path.parent}: has {count} outputs, and {len(given)} labels are given; give {count}")
+            raise UserError(f"{path.parent}: has {count} outputs, but {len(given)} labels are given; give {count}")
         return tuple(given)
     named = record.get("id2label")
     if named is None:
@@ -301,4 +301,4 @@ def _read_head(
 
 def _check_finite(values: Tensor, folder: Path, what: str) -> None:
     if not values.isfinite().all():
-        raise UserError(f"{folder}: makes {what} that are not finite; its weights are damaged, fetch them again")
+        raise UserError(f"{folder}: produces {what} that are not finite; its weights are damaged, fetch them again")

@@ -200,7 +200,7 @@ def _from_sentence_transformers(folder: Path, config: BertConfig) -> _Found:
     else:
         raise UserError(
             f"{folder / 'config_sentence_transformers.json'}: similarity_fn_name is {similarity!r}, expected cosine or "
-            "dot, for an index compares by inner product; use another encoder"
+            "dot, because an index compares by inner product; use another encoder"
         )
     prompts = top.get("prompts")
     prompts = prompts if isinstance(prompts, dict) else {}
@@ -210,7 +210,7 @@ def _from_sentence_transformers(folder: Path, config: BertConfig) -> _Found:
     file = modules.get("Transformer", folder) / "sentence_bert_config.json"
     record = _optional(file)
     if record.get("do_lower_case"):
-        raise UserError(f"{file}: do_lower_case is true, which is the tokenizer's business here; set it to false")
+        raise UserError(f"{file}: do_lower_case is true, but the tokenizer decides this here; set it to false")
     if record.get("max_seq_length") is not None:
         found["max_length"] = (record["max_seq_length"], "sentence_bert_config.json")
     return found
@@ -368,7 +368,9 @@ class LearnedEncoder:
     def tower(self) -> Tower:
         """Return the transformer for both queries and passages. UserError for a pair, which has two."""
         if self._query is not self._passage:
-            raise UserError(f"{self.folder}: is a pair of transformers; give an encoder of one, such as Contriever")
+            raise UserError(
+                f"{self.folder}: is a pair of transformers; give an encoder that has one, such as Contriever"
+            )
         return self._query
 
     def encode_queries(self, queries: list[str]) -> Vectors:
@@ -410,7 +412,7 @@ class LearnedEncoder:
                 vectors_NH[start + np.array(rows)] = self._pool(*hidden).cpu().numpy()
         if not np.isfinite(vectors_NH).all():
             raise UserError(
-                f"{self.folder}: makes vectors that are not finite; its weights are damaged, fetch them again"
+                f"{self.folder}: produces vectors that are not finite; its weights are damaged, fetch them again"
             )
         return vectors_NH, cut
 

@@ -99,7 +99,7 @@ def read_tokenizer(folder: Path, vocab_size: int, pairs: bool = False) -> tuple[
     if tokenizer.num_special_tokens_to_add(True) < 3 if pairs else len(tokenizer.encode("").ids) != 2:
         where = "tokens of its own around two texts" if pairs else "token of its own before and after a text"
         raise UserError(
-            f"{files[0]}: puts no {where}, as BERT's [CLS] and [SEP]; use the tokenizer that belongs to the model"
+            f"{files[0]}: adds no {where}, like BERT's [CLS] and [SEP]; use the tokenizer that belongs to the model"
         )
     return tokenizer, files
 

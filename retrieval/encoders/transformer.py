@@ -283,7 +283,7 @@ def _refuse_unsupported(record: Mapping[str, Any], wanted: Mapping[str, tuple[An
     for key, accepted in wanted.items():
         if record.get(key) not in accepted:
             raise UserError(
-                f"{path}: {key} is {record.get(key)!r}, expected {accepted[-1]!r}; use a model that has it so"
+                f"{path}: {key} is {record.get(key)!r}, expected {accepted[-1]!r}; use a model with that value"
             )
 
 

@@ -102,7 +102,7 @@ def check_gpus() -> int:
     """Return the number of GPUs that FAISS sees; UserError if there are none."""
     count = faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
     if count < 1:
-        raise UserError("this FAISS sees no GPU; install thresher with its extra [gpu] where there is one")
+        raise UserError("this FAISS sees no GPU; install thresher with its extra [gpu] on a machine that has one")
     return int(count)
 
 
@@ -214,7 +214,7 @@ class ApproximateSearch:
         wanted, most = min(self._rows, k * self.factor + MARGIN), self.candidates.most_fetched
         if most is not None and wanted > most:
             raise UserError(
-                f"k {k} with {self.factor} candidates for each takes {wanted} candidates, and a GPU finds at most "
+                f"k {k} with {self.factor} candidates for each needs {wanted} candidates, but a GPU finds at most "
                 f"{most}; lower k or candidates, or search on the CPU"
             )
         return wanted

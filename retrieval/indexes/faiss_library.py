@@ -38,7 +38,7 @@ def need_faiss(what: str) -> None:
 
 
 _REMEDY = (
-    "pip install faiss-cpu (faiss-gpu for searches on GPUs), or Thresher's extra [cpu] or [gpu], which brings it; "
+    "pip install faiss-cpu (faiss-gpu for searches on GPUs), or Thresher's extra [cpu] or [gpu], which installs it; "
     "indexes of kind flat, flat16 and bm25 do not need it"
 )
 

@@ -136,7 +136,7 @@ def _find_member(folder: Path, member: Any) -> Path:
     if place is None:
         raise UserError(f"{folder}: its member {places[-1]} is no longer there; put it back, or build the index again")
     if _manifest_hash(place) != member.get("manifest_sha256"):
-        raise UserError(f"{folder}: its member {place} was built anew since; build the hybrid index again")
+        raise UserError(f"{folder}: its member {place} was rebuilt since; build the hybrid index again")
     return place
 
 

@@ -195,7 +195,7 @@ class Kind:
         """Return a warning about the search parameters that were needed for the wanted recall, or None."""
         if not self.lists or parameters.get("nprobe") != self.lists or self.lists == 1:
             return None
-        return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
+        return "only a search of every list finds this many, as these vectors have no clusters; use hnsw or flat"
 
 
 def parse_kind(text: str, passages: int, dim: int) -> Kind:
@@ -203,7 +203,7 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     if found := _PCA.fullmatch(text):
         kind, directions = parse_kind(found[2], passages, dim), int(found[1])
         if kind.exact or kind.codes == "pq" or kind.directions:
-            raise UserError(f"kind is {text!r}: PCA goes before graphs and lists of scalars only; OPQ serves PQ")
+            raise UserError(f"kind is {text!r}: PCA can precede only graphs and lists of scalars; use OPQ with PQ")
         if not 1 <= directions < dim:
             raise UserError(f"kind is {text!r}: {directions} directions of {dim} dimensions; expected 1 to {dim - 1}")
         return replace(kind, directions=directions)
@@ -212,7 +212,7 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     if found := _GRAPH.fullmatch(text):
         links = int(found[1] or LINKS)
         if not 4 <= links <= 128:
-            raise UserError(f"kind is {text!r}: a graph of {links} links a vector; expected 4 to 128")
+            raise UserError(f"kind is {text!r}: a graph of {links} links per vector; expected 4 to 128")
         return Kind(links=links, codes=SCALAR_CODES[(found[2] or "Flat").lower()])
     usual = next((size for size in pq_sizes(dim) if size <= dim // 8), dim)
     if found := _LISTS.fullmatch({"ivf": "IVF,Flat", "ivfpq": f"OPQ{usual},IVF,PQ{usual}"}.get(text.lower(), text)):
@@ -220,7 +220,7 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     if text.lower() == "bm25":
         raise UserError("kind is 'bm25', which has no vectors; build it with --encoder bm25")
     raise UserError(
-        f"kind is {text!r}; expected one of {', '.join(EXAMPLES)}, or such behind a projection, PCA192,HNSW32_SQ8"
+        f"kind is {text!r}; expected one of {', '.join(EXAMPLES)}, or one after a projection, as in PCA192,HNSW32_SQ8"
     )
 
 
@@ -238,7 +238,7 @@ def _lists(
         return Kind(lists=lists, codes=SCALAR_CODES[scalar.lower()])
     if pq < 1 or dim % pq:
         sizes = ", ".join(map(str, pq_sizes(dim))) or "none"
-        raise UserError(f"kind is {text!r}: {pq} does not divide {dim} dimensions; these do well: {sizes}")
+        raise UserError(f"kind is {text!r}: {pq} does not divide {dim} dimensions; these work well: {sizes}")
     if passages < PQ_CENTROIDS:
         raise UserError(
             f"kind is {text!r}: PQ is trained on at least {PQ_CENTROIDS} vectors, but there are {passages} passages; "

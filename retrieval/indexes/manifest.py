@@ -108,7 +108,7 @@ def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tupl
 def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> VectorFile:
     """Return the file of the kept vectors of an index."""
     if manifest.dtype not in KEPT_FILES:
-        raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is no way to keep vectors; build it again')
+        raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is not a dtype of vectors; build it again')
     name = KEPT_FILES[manifest.dtype]
     check_file(folder / name, manifest.vectors_bytes)
     blocks = None if hashes is None else hashes.blocks(name)
@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / FILE
     if not path.is_file():
         raise UserError(
-            f"{folder}: holds no {FILE}, so it is no finished index; check the path, or run its build command again"
+            f"{folder}: has no {FILE}, so it is not a finished index; check the path, or run its build command again"
         )
     record = read_json_object(path)
     if record.get("format") not in FORMATS:

@@ -66,7 +66,7 @@ def read_structure(path: Path, kind: Kind, vectors: VectorFile, trusted: bool = 
             f"{vectors.dim} in {kind.name}; build the index again"
         )
     if not trusted and not _in_range(index):
-        raise UserError(f"{path}: damaged, its numbers point beside its {index.ntotal} vectors; build the index again")
+        raise UserError(f"{path}: damaged, its numbers are outside its {index.ntotal} vectors; build the index again")
     if kind.borrows:
         _attach(index, vectors, index.ntotal)
     return index

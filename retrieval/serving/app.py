@@ -171,7 +171,7 @@ def _queries(record: dict[str, Any], dialect: Dialect, bounds: Bounds) -> list[s
         if len(query) > bounds.max_characters:
             raise _bad(f"{place}: expected at most {bounds.max_characters} characters, got {len(query)}")
         if any("\ud800" <= character <= "\udfff" for character in query):
-            raise _bad(f"{place}: holds half of a surrogate pair, which is no text")
+            raise _bad(f"{place}: holds half of a surrogate pair, which is not text")
     if not any(query.strip() for query in value):
         raise _bad(f"{key}: blank; expected text to search for")
     return value
@@ -491,7 +491,7 @@ class App:
         """Return the answer to a request of `client`, whose body `read_body` reads or refuses."""
         try:
             if not host_allowed(hosts, self._names):
-                found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is there {len(hosts)} times"
+                found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is given {len(hosts)} times"
                 raise Refused(
                     403,
                     f"the Host header {found}; expected an IP address, localhost or this machine's name once; "
@@ -503,7 +503,7 @@ class App:
         except Exception:
             # No error of one request may end the others: the trace is written to the log, and the client gets a 500.
             print(traceback.format_exc(), file=sys.stderr, flush=True)
-            answer = _refusal(Refused(500, "the server failed on this request; its log says more"))
+            answer = _refusal(Refused(500, "the server failed on this request; see its log"))
         self.metrics.count(path if path in PATHS else "other", answer.status)
         named = (*answer.headers, (IDENTITY_HEADER, self.served.identity))
         return Reply(answer.status, answer.body, named, answer.kind)
@@ -544,12 +544,14 @@ class App:
         except Full:
             raise Refused(503, f"{self.batcher.waiting} queries are waiting already; ask again", RETRY) from None
         except TimeoutError:
-            raise Refused(503, f"the search was not done within {limit:g} s; ask again, or for less", RETRY) from None
+            raise Refused(
+                503, f"the search was not done within {limit:g} s; ask again, or for fewer passages", RETRY
+            ) from None
         except Exception as error:
             # Any exception of the retriever, which may be a user's, is a failure of this request only.
             print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
             reason = str(error) if isinstance(error, UserError) else type(error).__name__
-            raise Refused(500, f"the search failed ({reason}); the server's log says more") from None
+            raise Refused(500, f"the search failed ({reason}); see the server's log") from None
         return Reply(200, render_answer(found, dialect, request.scores))
 
     def _health(self) -> Reply:
@@ -571,7 +573,7 @@ class App:
                 ("batches_total", "counter", "searches, each of one or more requests", self.batcher.batches),
                 ("search_seconds_total", "counter", "time spent searching", self.batcher.seconds),
                 ("cached_queries_total", "counter", "queries answered without a search", stats.cached),
-                ("waiting_queries", "gauge", "queries that no search has begun for", self.batcher.waiting),
+                ("waiting_queries", "gauge", "queries that wait for a search", self.batcher.waiting),
             )
         )
 

@@ -68,7 +68,7 @@ class RemoteRetriever(Retriever):
             body = json.dumps({"queries": part, "topk": k, "return_scores": True}).encode("ascii")
             response = self._ask("POST", self.url, body)
             if response.status != 200:
-                raise Unanswered(f"{self.url}: refuses a search with status {response.status}{_reason(response)}")
+                raise Unanswered(f"{self.url}: refused a search with status {response.status}{_reason(response)}")
             self._check_identity(response)
             found += self._read_answer(response, len(part), k)
         return found
@@ -94,7 +94,7 @@ class RemoteRetriever(Retriever):
                     return response
                 failure = f"status {response.status}{_reason(response)}"
             except TooLarge as error:
-                raise Unanswered(f"{url}: gives {error}; give the address of a retrieval server") from None
+                raise Unanswered(f"{url}: sends {error}; give the address of a retrieval server") from None
             except urllib3.exceptions.HTTPError as error:
                 failure = in_words(error, self.timeout, "an answer")
             now = time.monotonic()
@@ -117,7 +117,7 @@ class RemoteRetriever(Retriever):
         if self.identity is not None and identity != self.identity:
             raise Unanswered(
                 f"{self.url}: now serves another index ({identity or 'unnamed'}) than when this run began "
-                f"({self.identity}); start the server with the one it had, and continue with --resume"
+                f"({self.identity}); start the server with the earlier one, and continue with --resume"
             )
         self.identity = identity
 

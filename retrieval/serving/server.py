@@ -292,7 +292,7 @@ def serve_folder(
     host, port = address
     server = Server(retriever, served, settings, host=host, port=port)
     if host not in LOOPBACK:
-        say(f"{host} can be reached from outside this machine, and the server asks nobody for a password")
+        say(f"{host} can be reached from outside this machine, and the server requires no password")
     say(f"{served.passages:,} passages ({served.kind}) of {folder} at {server.url}; end with SIGTERM or Ctrl-C")
     server.serve()
     queries = retriever.stats.queries

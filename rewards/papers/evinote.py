@@ -150,7 +150,7 @@ def _entailment(attempt: RewardInput, variant: Variant) -> float:
             "an entailment with each transcript, or a variant without EQR"
         )
     if not 0 <= attempt.entailment <= 1:
-        raise UserError(f"entailment {attempt.entailment} is no probability; give a number from 0 to 1")
+        raise UserError(f"entailment {attempt.entailment} is not a probability; give a number from 0 to 1")
     return float(attempt.entailment)
 
 

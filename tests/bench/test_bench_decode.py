@@ -111,7 +111,7 @@ def test_a_shape_that_does_not_fit_is_left_out(
     )
     (row,) = run_decode_bench(bench)
     assert row["shape"]["shared"] == 80
-    assert "tiny, 100: left out, its keys and values take 0.0 GB, and 0.0 GB are free for them" in (
+    assert "tiny, 100: left out, its keys and values take 0.0 GB, but only 0.0 GB are free for them" in (
         capsys.readouterr().out
     )
     title, first, *_ = (tmp_path / "profile.txt").read_text().splitlines()

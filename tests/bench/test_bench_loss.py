@@ -156,7 +156,7 @@ def test_what_is_wrong_or_fails_is_not_timed(case: LossCase) -> None:
     assert enter(replace(OURS[0], prepare=_broken), case, truth, None) == "RuntimeError: no kernel image."
     missing = replace(PEERS["trl"], package="a-package-that-is-not-there")
     assert missing.unavailable(CPU, torch.float32) == (
-        "a-package-that-is-not-there is not installed; pip install a-package-that-is-not-there brings it."
+        "a-package-that-is-not-there is not installed; install it with pip install a-package-that-is-not-there."
     )
     chosen = [replace(OURS[0], prepare=_scaled), OURS[1], replace(PEERS["naive"], prepare=_broken)]
     row = measure_case(SHAPE, chosen, CPU, torch.float32)
@@ -219,7 +219,7 @@ def test_bad_flags_are_status_2(flags: str, tmp_path: Path, capsys: pytest.Captu
 
 def test_names_of_peers_and_of_the_device_are_checked() -> None:
     assert read_peers("all") == tuple(PEERS) and read_peers("none") == () and read_peers("trl,cce") == ("trl", "cce")
-    with pytest.raises(UserError, match="'liger2' is none; expected all, none"):
+    with pytest.raises(UserError, match="'liger2' is not a peer; expected all, none"):
         read_peers("liger2")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--device cuda"):

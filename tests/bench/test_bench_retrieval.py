@@ -246,7 +246,7 @@ def test_half_a_source_is_refused() -> None:
     assert read_source(None, None, 5, None) is None
     assert read_source("corpus", "model", 5, None) == PassageSource(corpus="corpus", encoder="model", passages=5)
     for corpus, encoder, questions in ((None, "model", None), ("corpus", None, None), (None, None, "questions")):
-        with pytest.raises(UserError, match="--corpus and --encoder both"):
+        with pytest.raises(UserError, match="both --corpus and --encoder"):
             read_source(corpus, encoder, 5, questions)
 
 

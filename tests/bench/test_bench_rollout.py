@@ -85,7 +85,7 @@ def test_the_plan_asks_for_what_the_shape_counts(settings: dict[str, RolloutSett
 
 
 def test_a_sample_of_another_length_is_refused(settings: dict[str, RolloutSetting]) -> None:
-    with pytest.raises(RuntimeError, match=r"4 samples of 6 tokens were asked for, 4 of \[5\] came"):
+    with pytest.raises(RuntimeError, match=r"expected 4 samples of 6 tokens, got 4 of \[5\]"):
         play(settings["rag"], lambda contexts, copies, tokens: [[9] * (tokens - 1)] * copies * len(contexts))
     side = RolloutSide(settings["search"])
     side.rollout.limits = replace(side.rollout.limits, max_turn_tokens=4)
@@ -119,10 +119,10 @@ def test_the_rollout_writes_the_shape_and_agrees_with_both_models(
 def test_nothing_is_timed_that_is_wrong(settings: dict[str, RolloutSetting], theirs: HuggingFace) -> None:
     setting = settings["rag"]
     work = RolloutSide(setting).run()
-    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+    with pytest.raises(RuntimeError, match="wrong results are not timed"):
         prove(setting, work.written, lambda ids: theirs.logits(ids) * 1.01)
     work.written[0].logprobs[1] -= 2 * LARGEST_GAP
-    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+    with pytest.raises(RuntimeError, match="wrong results are not timed"):
         prove(setting, work.written)
 
 

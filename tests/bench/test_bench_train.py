@@ -78,11 +78,11 @@ def make(recipe_file: Path) -> Make:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["grpo.beta=0.1"], r"grpo\.beta is 0\.1, which TRL is not given; set it to 0\.0"),
-        (["grpo.entropy_coef=0.1"], r"grpo\.entropy_coef is 0\.1, which TRL is not given; set it to 0\.0"),
+        (["grpo.beta=0.1"], r"grpo\.beta is 0\.1, which is not passed to TRL; set it to 0\.0"),
+        (["grpo.entropy_coef=0.1"], r"grpo\.entropy_coef is 0\.1, which is not passed to TRL; set it to 0\.0"),
         (["optim.optimizer_state_dtype=8bit"], r"optim\.optimizer_state_dtype is '8bit', .* set it to 'float32'"),
-        (["rollout.max_turns=2"], r"rollout\.max_turns is 2, which TRL is not given; set it to 1"),
-        (["lora.rank=4"], r"\[lora\]: TRL's adapters are another library's; leave the section out"),
+        (["rollout.max_turns=2"], r"rollout\.max_turns is 2, which is not passed to TRL; set it to 1"),
+        (["lora.rank=4"], r"\[lora\]: TRL's adapters come from another library; leave the section out"),
         (["rollout.group_size=2"], r"--batch 3 does not divide the 4 samples of a step"),
     ],
 )
@@ -100,9 +100,11 @@ def test_a_system_that_stops_at_tags_is_refused(make: Make) -> None:
 
 def test_without_trl_it_is_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'--peer trl: TRL is not installed; pip install "thresher\[bench\]" brings it'):
+    with pytest.raises(
+        UserError, match=r'--peer trl: TRL is not installed; pip install "thresher\[bench\]" installs it'
+    ):
         run_train_bench(TrainBench(batch=3), make())
-    with pytest.raises(UserError, match="--peer none: there is nothing to show; name a run by --beside"):
+    with pytest.raises(UserError, match="--peer none: there is nothing to show; name a run with --beside"):
         run_train_bench(TrainBench(peer="none"), make())
 
 

@@ -85,7 +85,7 @@ def test_the_command_line_offers_every_target_and_no_other(capsys: pytest.Captur
         (
             [],
             "1",
-            "TRITON_INTERPRET is 1, under which Triton interprets kernels and cannot compile them: unset it and ",
+            "TRITON_INTERPRET is 1, with which Triton interprets kernels and cannot compile them; unset it and ",
         ),
         ([], "no Triton", "Triton is not installed"),
     ],
@@ -282,9 +282,9 @@ def test_keys_and_values_come_in_16_bytes(ours: Any) -> None:
 FAULTS = {
     "spilling": "spills inside a loop (",
     "narrow": "has narrow loads (",
-    "sprawling": " bytes of shared memory a block, and there are ",
-    "inexact": "instructions where products are meant to be exact",
-    "plain": "instruction and is meant to",
+    "sprawling": " bytes of shared memory per block, but there are ",
+    "inexact": "instructions, but its products should be exact",
+    "plain": "instruction, but should have one",
 }
 
 

@@ -314,7 +314,7 @@ def test_the_lines_of_a_row() -> None:
     assert rollout_lines([failed])[0].peer == "OutOfMemoryError: none left"
     whole, update = step_lines([STEP])
     assert whole == TableLine("step 0.5B, 80,384 tokens", "2 tokens/s", peer="TRL 2.50x")
-    assert update == TableLine("  its update, prefixes shared by unshared", "3.00x", "4.00x by tokens")
+    assert update == TableLine("  its update, prefixes shared / unshared", "3.00x", "4.00x by tokens")
     profiled = {"update_profile": {"kernels": 1900, "busy_s": 0.25}, "shared": STEP["shared"] | {"update_s": SPREAD}}
     assert step_lines([STEP | profiled])[2].measured == "1,900 kernels, 0.25 of 1.50 s"
     assert step_lines([STEP | {"ratio_step": None}])[0].peer == "-"

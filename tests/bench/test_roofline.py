@@ -183,7 +183,7 @@ def test_a_model_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "said"),
     [
         (["--model", "8B"], f"--model 8B: expected one of {SIZES}, or a model folder with config.json"),
-        (["--batch", "12"], "--batch 12: expected a multiple of 8, for one shape has groups of 8"),
+        (["--batch", "12"], "--batch 12: expected a multiple of 8, because one shape has groups of 8"),
         (["--sigma", "0"], "--sigma: expected a number above 0, at most 4, got 0"),
     ],
 )

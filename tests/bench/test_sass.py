@@ -97,7 +97,7 @@ def test_a_call_that_returns_is_a_subroutine_and_one_that_does_not_is_a_jump() -
     ],
 )
 def test_a_bulk_path_is_narrow_where_its_bytes_are(lines: tuple[str, ...], said: tuple[str, ...]) -> None:
-    expected = tuple(f"has narrow {one} where 16 bytes are meant" for one in said)
+    expected = tuple(f"has narrow {one} where 16 bytes are expected" for one in said)
     assert code(*lines, *END).narrow() == expected
     looping = code("LDG.E R1, [R2.64]", "LDG.E R1, [R2.64]", ".L_x_0", *lines, "@P0 BRA `(.L_x_0)", *END)
     assert looping.narrow() == expected  # scalars before the loop are not its bulk
@@ -110,7 +110,7 @@ def test_copies_to_shared_memory_are_asynchronous() -> None:
 
 
 def test_a_text_without_instructions_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="has its form changed"):
+    with pytest.raises(RuntimeError, match="has its format changed"):
         read_code("nothing of the kind\n")
 
 

@@ -287,7 +287,9 @@ def test_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ends(cli.UserError("file: what is wrong"))
     assert cli.run([]) == 2 and capsys.readouterr().err == "thresher: file: what is wrong\n"
     ends(KeyboardInterrupt())
-    assert cli.run([]) == 130 and capsys.readouterr().err.startswith("thresher: interrupted; nothing is kept")
+    assert cli.run([]) == 130 and capsys.readouterr().err.startswith(
+        "thresher: interrupted; unfinished work is not kept"
+    )
     ends(RuntimeError("ours"))  # leaves Python with a traceback and status 1
     with pytest.raises(RuntimeError, match="ours"):
         cli.run([])

@@ -90,7 +90,7 @@ def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) 
         (("convert", "--in", "hotpot.json", "--format", "musique", "--out", "o.jsonl"), "looks like HotpotQA as its"),
         (("convert", "--mix", "nq=nq.jsonl", "--limit", "3", "--out", "o.jsonl"), "--limit is for --in"),
         (("convert", "--mix", "nq.jsonl", "--out", "o.jsonl"), "expected NAME=FILE or NAME=FILE:COUNT"),
-        (("check", "hotpot.json"), "turn it into our records first, with thresher data convert"),
+        (("check", "hotpot.json"), "convert it to our records first, with thresher data convert"),
         (("show", "nq.jsonl", "--id", "9"), "nq.jsonl: no question with the id '9'"),
         (("show", "nq.jsonl", "--format", "x"), "unknown format 'x'"),
     ],

@@ -82,7 +82,7 @@ def test_a_disk_without_room_is_asked_first(
     assert cli.run(command) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"thresher: {tmp_path}/out: cannot be written ({NEEDED[name]} "), message
-    assert " of disk while 9 bytes are free); make room for it\n" in message and message.count("\n") == 1
+    assert " of disk, but 9 bytes are free); make room for it\n" in message and message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -95,7 +95,7 @@ def test_one_question_prints_its_passages(corpus, tmp_path, capsys):
 
 def test_a_flag_that_would_do_nothing_is_refused(corpus, tmp_path, capsys):
     for words, expected in (
-        (["--device", "cpu"], "--device is of --encoder, and none is given"),
+        (["--device", "cpu"], "--device belongs to --encoder, which is not given"),
         (["--kind", "bm25", "--dim", "64"], "--dim is for vectors, and bm25 counts words; leave it out"),
         (["--encoder", "bm25", "--dim", "64"], "--dim is for vectors, and bm25 counts words; leave it out"),
         (["--kind", "bm25", "--encoder", "m"], "--encoder is for vectors"),
@@ -105,4 +105,4 @@ def test_a_flag_that_would_do_nothing_is_refused(corpus, tmp_path, capsys):
         assert expected in capsys.readouterr().err
     build = ("build", "--corpus", corpus, "--encoder", "bm25", "--dim", 64, "--out", tmp_path / "ix")
     assert run(*build) == 2
-    assert "--dim is of the encoder lexical, and bm25 takes none" in capsys.readouterr().err
+    assert "--dim belongs to the encoder lexical, and bm25 takes none" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_command_says_what_it_keeps_and_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(owner, function, signalling)
         assert cli.run(words) == 128 + number
-    what = "nothing is kept of what was not finished; begin again"
+    what = "unfinished work is not kept; begin again"
     if kept is not None:
         what = f"{kept.format(out=tmp_path / 'out')}; go on from there"
     said = capsys.readouterr().err
@@ -95,9 +95,7 @@ def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPa
     assert interrupted([*words[:5], "--resume-from=2"], "kept", "--resume", "--resume-from") == ended
     assert interrupted(words, "kept", "--resume") == f"{ended} --resume-from 2"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert "go on from there by torchrun, as before, of: thresher train r.toml" in interrupted(
-        words, "kept", "--resume"
-    )
+    assert "go on from there with torchrun, as before: thresher train r.toml" in interrupted(words, "kept", "--resume")
 
 
 def test_a_run_that_has_not_gone_back_yet_is_told_to_again(

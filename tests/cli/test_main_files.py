@@ -90,11 +90,11 @@ def test_a_flipped_bit_ends_in_status_2_and_a_way_back(here: Path, capsys: pytes
     longer = [*train, "--resume", "--set", "run.steps=3"]
     assert cli.run(longer) == 2
     told = capsys.readouterr().err
-    assert f"{weights}: damaged or changed" in told and "go back to it by --resume --resume-from 1" in told
+    assert f"{weights}: damaged or changed" in told and "go back to it with --resume --resume-from 1" in told
     assert cli.run(["eval", *train[1:2], "--set", f"model.path={weights.parent}", "--out", str(here / "answers")]) == 2
     assert f"{weights}: damaged or changed" in capsys.readouterr().err
     assert cli.run([*train, "--resume-from", "1"]) == 2
-    assert "--resume-from is for going back in a run that is there" in capsys.readouterr().err
+    assert "--resume-from is for going back in an existing run" in capsys.readouterr().err
     assert cli.run([*longer, "--resume-from", "1"]) == 0
     assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 3
     flip_a_bit(here / "index/vectors.npy")
@@ -129,7 +129,7 @@ def enlarge(here: Path) -> None:
 
 MODELS: list[tuple[Callable[[Path], None], str]] = [
     (lambda here: truncate(here / "model/model.safetensors"), "model.safetensors: "),
-    (lambda here: edit(here / "model/config.json", intermediate_size=32), "[16, 24], the config asks for [16, 32]"),
+    (lambda here: edit(here / "model/config.json", intermediate_size=32), "[16, 24], the config specifies [16, 32]"),
     (lambda here: edit(here / "model/config.json", model_type="mistral"), "config.json: model_type is"),
     (enlarge, "the model's head only"),
     (lambda here: shutil.rmtree(here / "model"), "model"),

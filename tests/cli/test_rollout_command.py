@@ -150,7 +150,7 @@ def test_a_file_of_another_rollout_is_refused(
     with out.open("a") as file:
         file.write('{"id')
     cases: list[tuple[str, str]] = [
-        ("", "exists already; choose another file, or go on with this one by --resume"),
+        ("", "exists already; choose another file, or continue this one with --resume"),
         ("--resume --n 3", ':3: its id is "q1", not "q0"; resume with the questions, --n'),
         ("--resume --n 1", ':2: its id is "q0", not "q1"; resume with the questions, --n'),
         ("--resume --limit 3", ":7: only 6 trajectories were asked for; resume with the --n and --limit"),
@@ -175,7 +175,11 @@ def test_wrong_input_is_one_sentence_and_leaves_no_file(words: list[str], refuse
     cases: list[tuple[str, str | None, str]] = [
         ("--model", None, "rollout: no model; give --model FOLDER, or --recipe FILE"),
         ("--system", None, "rollout: no system; give --system NAME, or --recipe FILE"),
-        ("--index", None, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
+        (
+            "--index",
+            None,
+            "search_r1 searches, but the recipe names no index or server; set retrieval.index to a folder",
+        ),
         ("--questions", "bad.jsonl", "bad.jsonl:1: not valid JSON"),
         ("--index", "absent", "absent"),
         ("--out", "out.json", "out.json: expected a name that ends in .jsonl"),

@@ -133,9 +133,9 @@ def test_what_is_no_models_folder_is_named_for_what_it_is(tmp_path: Path) -> Non
     (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
     (tmp_path / "run" / "recipe.toml").touch()
     for name, expected in (
-        ("absent", "absent: no such folder; give that of a model"),
-        ("run/recipe.toml", "recipe.toml: is a file; give the folder that it lies in"),
-        ("run", r"run: is a run's folder .* such as .*/run/checkpoints/step_000002$"),
+        ("absent", "absent: no such folder; give a model's folder with --model"),
+        ("run/recipe.toml", "recipe.toml: is a file; give the folder that contains it"),
+        ("run", r"run: is a run's folder, .* such as .*/run/checkpoints/step_000002$"),
     ):
         with pytest.raises(UserError, match=expected):
             model_folder(tmp_path / name)

@@ -24,7 +24,7 @@ def test_a_file_system_without_locks_is_warned_of_and_written_to(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", fails(number))
     file = tmp_path / "out.jsonl"
-    with pytest.warns(UserWarning, match=f"^{tmp_path}: this file system has no locks; start no second process on it$"):
+    with pytest.warns(UserWarning, match=f"^{tmp_path}: this file system has no locks; do not start a second process"):
         os.close(lock_folder(tmp_path))
     with pytest.warns(UserWarning, match=f"^{file}: this file system has no locks"), locked_file(file):
         assert (tmp_path / ".out.jsonl.lock").read_text() == f"{os.getpid()}\n"

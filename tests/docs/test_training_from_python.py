@@ -49,9 +49,9 @@ def test_the_lines_of_a_document_train(document: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ("reward(text, gold)", "reward(text, golt)", "asks for golt"),
-        ('"gold": ', '"golt": ', "asks for gold"),
-        ("steps=", "step=", "step is no key of a recipe"),
+        ("reward(text, gold)", "reward(text, golt)", "takes golt"),
+        ('"gold": ', '"golt": ', "takes gold"),
+        ("steps=", "step=", "step is not a key of a recipe"),
         ("models/", "nowhere/", "no such folder"),
         ("import GRPO", "import Grpo", "cannot import name"),
     ],

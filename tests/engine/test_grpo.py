@@ -53,7 +53,7 @@ def test_a_reward_gets_what_its_parameters_ask_for() -> None:
     found = reward_of(lambda text, question, golds, level, missing=3: (question, golds, level, missing) and level)
     assert found(attempt_of(level=7)).reward == 7
     assert reward_of(lambda text, **columns: len(columns))(attempt_of(level=7, more=1)).reward == 6
-    with pytest.raises(UserError, match=r"it asks for level, which the question 'Who\?' has not; its keys are"):
+    with pytest.raises(UserError, match=r"it takes level, which the question 'Who\?' does not have; its keys are"):
         found(attempt_of())
     with pytest.raises(UserError, match="expected a first parameter for the text"):
         reward_of(lambda *, question: 1.0)
@@ -75,7 +75,7 @@ def test_rewards_are_added_up_and_their_parts_kept() -> None:
     found = reward_of(lambda text: finer, lambda text: finer, judged, weights=(2.0, 0.5, 1.0))(attempt_of())
     assert found.turns == [2.5, 5.0] and found.tokens == [(0, 3, 8.0), (0, 3, 2.0)]
     assert reward_of(judged)(attempt_of()).turns is None
-    with pytest.raises(UserError, match="their turns are of unlike numbers"):
+    with pytest.raises(UserError, match="they have different numbers of turns"):
         reward_of(lambda text: finer, lambda text: RewardResult(1.0, turns=[1.0]))(attempt_of())
     with pytest.raises(UserError, match="2 rewards have 1 weights"):
         reward_of(judged, judged, weights=(1.0,))
@@ -157,7 +157,7 @@ def test_a_run_is_one_of_any_recipe(tiny_model_folder: Path, tmp_path: Path) -> 
     # Its functions belong to this process. Another process can report on the run, but not resume it, and is told why.
     name = recipe.need(type(recipe.system)).options["rewards"][0]  # type: ignore[arg-type]
     del _plain.given[name]
-    with pytest.raises(UserError, match="was a function of the program that trained, and of no file"):
+    with pytest.raises(UserError, match="was a function of the program that trained, and is in no file"):
         load_system("plain", {"rewards": [name]}).reward(attempt_of())
     assert RunFolder.existing(tmp_path / "run").path == tmp_path / "run"
 
@@ -216,12 +216,12 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
         ({"reward": None}, "expected either reward, a function, or system"),
         ({"system": "search_r1"}, "expected either reward, a function, or system"),
         ({"questions": ["Say a"]}, "expected either prompts, texts, or questions"),
-        ({"prompts": []}, "the train questions are none"),
+        ({"prompts": []}, "there are no train questions"),
         ({"prompts": [3]}, "question 0 is int; expected a text, or a record"),
         ({"reward": 3}, "a reward is int; expected a function"),
         ({"reward": ["nowhere.py:f"]}, "reward: nowhere.py: no such file; give FILE.py:FUNCTION"),
         ({"share_prefix": False}, r"share_prefix is a key of rollout and optim; write rollout=\{'share_prefix': ..\}"),
-        ({"stepps": 3}, "stepps is no key of a recipe"),
+        ({"stepps": 3}, "stepps is not a key of a recipe"),
         ({"num_generations": 3}, "TRL's num_generations is group_size here"),
         ({"prompts": "Say a"}, "prompts is one text; give a list"),
         (
@@ -231,7 +231,7 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
         ({"prompts": None, "questions": [{"question": "a", "x": {1}}]}, "cannot be written as JSON"),
         ({"weights": 2.0}, "weights is 2.0; expected a list with a number for each reward"),
         ({"weights": ["a"]}, "expected a list with a number for each reward"),
-        ({"reward": None, "system": "r1", "weights": [1.0]}, "weights are of rewards"),
+        ({"reward": None, "system": "r1", "weights": [1.0]}, "weights belong to rewards"),
         ({"lr": -1.0}, "lr: expected a number >= 0"),
     ):
         reward = keys.pop("reward", letters)
@@ -276,4 +276,4 @@ def test_a_run_of_a_files_function_goes_on_from_the_command_line(
         assert run(["report", str(out)]) == 0
         said = capsys.readouterr().err
         assert (again, measured) == ((0, 0) if name == "file" else (2, 2)), said
-        assert ("was a function of the program that trained, and of no file" in said) == (name == "lambda")
+        assert ("was a function of the program that trained, and is in no file" in said) == (name == "lambda")

@@ -157,7 +157,7 @@ def test_no_tracker_harms_a_run(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and sent(told()) == [(0, "eval"), (1, "train"), (1, "eval")]
     failed, slow = sorted(said, key=lambda line: "failed" not in line)
-    assert "run.trackers: wandb failed (OSError: no network; " in failed and "metrics.jsonl holds everything" in failed
+    assert "run.trackers: wandb failed (OSError: no network; " in failed and "metrics.jsonl has everything" in failed
     assert "run.trackers: trackio had not sent everything" in slow
     monkeypatch.setattr(trackers.sys, "executable", str(tmp_path / "absent"))
     with tracking(run.path, ["wandb"], -1):

@@ -71,7 +71,7 @@ def test_a_file_that_is_something_else_is_named(tmp_path: Path) -> None:
     for text in ("{", "[1]", '[{"gpu": "x"}]', '{"gpu": 1}'):
         path.write_text(text)
         read_winners.cache_clear()
-        with pytest.raises(ValueError, match="is no list of tilings"):
+        with pytest.raises(ValueError, match="is not a list of tilings"):
             tiling_for(head)
 
 

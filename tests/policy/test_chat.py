@@ -124,7 +124,7 @@ def test_templates_render_as_hugging_face_does(small: Tokenizer, tmp_path: Path,
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("\n{% generatoin %}", "line 2 of the template: Encountered unknown tag 'generatoin'"),
         ("{% for x in range(10**9) %}x{% endfor %}", "Range too big"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it recurses without end"),
         ("{{ 'a' * 10**11 }}", "it takes more than 2 GiB of memory"),
         ("{{ 'a' * 10**7 }}a", "its text has 10,000,001 characters"),
         ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "it takes longer than 1 s"),
@@ -180,7 +180,7 @@ def test_a_template_whose_process_ends_each_time_is_refused(
 ) -> None:
     _worker(os.getpid()).end()
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(UserError, match="it ended the process that fills it"):
+    with pytest.raises(UserError, match="it ended the process that renders it"):
         with_template(small, tmp_path, CHATML).render_chat(HI)
 
 

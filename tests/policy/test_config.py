@@ -216,7 +216,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has rope_type 'yarn' with factor, only"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "take it out where it was added for longer contexts",
+            "remove it if it was added for longer contexts",
         ),
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0, expected an object"),
         ({"rope_scaling": LLAMA3 | {"beta_fast": 32}}, "rope_type 'llama3' with beta_fast"),
@@ -229,7 +229,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         ),
         (
             {"rope_parameters": {"rope_theta": 300, "rope_type": "default"}, "rope_scaling": LLAMA3},
-            "rope_scaling is not",
+            "rope_scaling differs",
         ),
         ({"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -101,10 +101,10 @@ def test_llama_3s_scaling_is_read_from_its_divisors(tmp_path: Path) -> None:
         ({"fields": {"llama.attention.sliding_window": 4096}}, "llama.attention.sliding_window is 4096, expected 0"),
         ({"fields": {"llama.expert_count": 8}}, "llama.expert_count is 8, expected 0"),
         ({"fields": {"llama.block_count": "two"}}, "llama.block_count is 'two', expected int"),
-        ({"fields": {"llama.block_count": 1}}, "tensor blk.1.* is no part of a llama model"),
+        ({"fields": {"llama.block_count": 1}}, "tensor blk.1.* is not part of a llama model"),
         ({"fields": {"llama.feed_forward_length": 64}}, r"has shape \[96, 64\], expected \[64, 64\]"),
         ({"fields": {"llama.block_count": 3}}, "the tensor of model.layers.2.* is missing"),
-        ({"tensors": {"extra.weight": torch.ones(3)}}, "tensor extra.weight is no part of a llama model"),
+        ({"tensors": {"extra.weight": torch.ones(3)}}, "tensor extra.weight is not part of a llama model"),
         ({"unused": 3}, "tokens with .* types, but the head has"),
     ],
 )

@@ -206,15 +206,15 @@ def test_other_and_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> N
     for changes, message in (
         ({"rank": 4}, "r is 3, the recipe's [lora] says 4"),
         ({"alpha": 7}, "lora_alpha is 6, the recipe's [lora] says 7"),
-        ({"targets": ("q", "v")}, "layers.0.mlp.down_proj.lora_A.weight is not what"),
-        ({"targets": DENSE}, "layers.0.mlp.gate_proj.lora_A.weight is not what"),
+        ({"targets": ("q", "v")}, "layers.0.mlp.down_proj.lora_A.weight does not match"),
+        ({"targets": DENSE}, "layers.0.mlp.gate_proj.lora_A.weight does not match"),
     ):
         assert message in damaged(lambda _: None, folder, **changes)
     whole = (folder / FOLDER / WEIGHTS).read_bytes()
     wrong = load_file(folder / FOLDER / WEIGHTS)
     last = max(wrong)
     turned = wrong | {last: wrong[last].T.contiguous()}
-    assert f"tensor {last} is not what" in damaged(lambda at: save_file(turned, at / WEIGHTS), folder)
+    assert f"tensor {last} does not match" in damaged(lambda at: save_file(turned, at / WEIGHTS), folder)
     assert "cannot be read" in damaged(lambda at: (at / WEIGHTS).write_bytes(whole[:-5]), folder)
     assert "no such file" in damaged(lambda at: (at / WEIGHTS).unlink(), folder)
     assert CONFIG in damaged(lambda at: (at / CONFIG).unlink(), folder)
@@ -246,6 +246,6 @@ def test_a_policy_without_adapters_is_refused_before_a_file_is_touched(
     call: Callable[..., None], tmp_path: Path
 ) -> None:
     policy = init_policy(make_config(), 0)
-    with pytest.raises(ValueError, match=r"the policy has no adapters; put them on it with add_lora"):
+    with pytest.raises(ValueError, match=r"the policy has no adapters; add them with add_lora"):
         call(policy, tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []

@@ -158,9 +158,9 @@ def test_views_cover_the_policy_and_share_its_memory(tied: bool) -> None:
 SIZES: list[tuple[dict[str, int], str]] = [
     ({"intermediate_size": 24}, r"model\.layers\.0\.mlp\.\w+\.weight has shape .*22"),
     ({"num_hidden_layers": 2}, r"model\.layers\.1\.\S+ is missing"),
-    ({"num_hidden_layers": 10**8}, r"config\.json: asks for 100,000,000 layers, but the weights have 14 tensors"),
+    ({"num_hidden_layers": 10**8}, r"config\.json: specifies 100,000,000 layers, but the weights have 14 tensors"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected a positive integer up to"),
-    ({"intermediate_size": 2**31 - 1}, "has shape .*, the config asks for"),
+    ({"intermediate_size": 2**31 - 1}, "has shape .*, the config specifies"),
     ({"rope_theta": 10**400}, "rope_theta is 1000.*, expected a positive number"),
     ({"hidden_size": 2**31 - 4, "intermediate_size": 2**31 - 1}, r"its sizes are too large for any tensor"),
 ]

@@ -181,5 +181,5 @@ def test_adapters_on_one_type_alone() -> None:
     policy = hybrid()
     add_lora(policy, rank=2, alpha=4, targets=["linear_out"])
     assert [len(layer.adapters.by_target) for layer in policy.decoder_layers() if layer.adapters] == [1, 1, 0, 1]
-    with pytest.raises(UserError, match="of which the model has none"):
+    with pytest.raises(UserError, match="but the model has none"):
         add_lora(init_policy(make_config(), 0), rank=2, alpha=4, targets=["linear_out"])

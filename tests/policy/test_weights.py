@@ -156,7 +156,7 @@ def test_names_and_shapes_are_strict(tmp_path: Path, limit: int) -> None:
     assert "tensor model.norm.weight is not part of the model" in message and ".safetensors" in message
     for shape in ([4, 10], [10, 5], [40], [10, 4, 1]):
         message = refusal(tmp_path, {**expected, EMBED: torch.Size(shape)})
-        assert f"tensor {EMBED} has shape [10, 4], the config asks for {shape}" in message
+        assert f"tensor {EMBED} has shape [10, 4], the config specifies {shape}" in message
         assert ".safetensors:" in message
 
 

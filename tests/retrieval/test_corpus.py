@@ -264,7 +264,7 @@ def test_a_file_that_changes_during_the_pass_is_noticed(tmp_path, monkeypatch):
 
 def test_a_corpus_is_never_overwritten(tmp_path):
     path = write(tmp_path / "corpus.copy.jsonl", {"title": "A", "text": "x y"})
-    with pytest.raises(UserError, match=r"corpus\.copy\.jsonl: would be overwritten by what is kept of it"):
+    with pytest.raises(UserError, match=r"corpus\.copy\.jsonl: would be overwritten by its cache"):
         open_corpus(path, tmp_path, chunk_words=1)
     path = path.rename(tmp_path / "corpus.jsonl")
     assert len(open_corpus(path, tmp_path, chunk_words=1)) == 2 and len(read_corpus(path)) == 1
@@ -272,7 +272,7 @@ def test_a_corpus_is_never_overwritten(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     make(tmp_path / "c.jsonl", 3)
-    with pytest.raises(UserError, match=r"c\.jsonl: cannot keep what a pass over .* finds out \(.*\); make room there"):
+    with pytest.raises(UserError, match=r"c\.jsonl: cannot store what a pass over .* finds \(.*\); make room there"):
         open_corpus(tmp_path / "c.jsonl", tmp_path / "c.jsonl")
 
 

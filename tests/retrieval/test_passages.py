@@ -220,7 +220,7 @@ def test_empty_records_are_left_out_and_counted_only_when_asked(tmp_path: Path) 
     for name, kept, skipped in [
         ("c.jsonl", ["0", "1"], 5), ("c.json", ["0", "1"], 5), ("titles.json", ["0", "1"], 2), ("c.tsv", ["b", "0"], 3)
     ]:  # fmt: skip
-        with pytest.raises(UserError, match=r"is empty; fill it in, remove this record, or skip all such"):
+        with pytest.raises(UserError, match=r"is empty; fill it in, remove this record, or skip all empty ones"):
             open_corpus(tmp_path / name, tmp_path / "cache" / name)
         stored = open_corpus(tmp_path / name, tmp_path / "cache" / name, skip_empty=True)
         read = read_corpus(tmp_path / name, skip_empty=True)

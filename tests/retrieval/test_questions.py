@@ -144,7 +144,7 @@ def test_a_published_set_is_to_be_converted_first(tmp_path, record, key, name):
     path = write(tmp_path / "q.jsonl", GOOD, record)
     with pytest.raises(UserError) as caught:
         read_questions(path)
-    assert str(caught.value).startswith(f'{path}:2: a record of a published set, whose passages stand under "{key}"')
+    assert str(caught.value).startswith(f'{path}:2: a record of a published set, whose passages are under "{key}"')
     assert str(caught.value).endswith(f"thresher data convert --format {name}")
     assert detect(write(path, record)).name == name, "the reader named is not the one that takes such a record"
     assert len(read_queries(path)) == 1, "a search needs no passages"

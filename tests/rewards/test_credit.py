@@ -177,9 +177,9 @@ def test_a_batch_of_equal_rewards_has_exactly_zero() -> None:
         (lambda: turn_advantages([[1.0], [math.nan]]), "reward 0 of the group is nan"),
         (lambda: turn_advantages([[1.0]], gamma=1.1), "gamma is 1.1: expected a number from 0 to 1"),
         (lambda: turn_advantages([[1.0]], baseline="turn"), "baseline is 'turn': expected one of leave_one_out, "),  # type: ignore[arg-type]
-        (lambda: anchor_advantages([[1.0, 2.0]], [["s"]]), r"states are of \[1\] turns and rewards of \[2\]"),
+        (lambda: anchor_advantages([[1.0, 2.0]], [["s"]]), r"states have \[1\] turns and rewards \[2\]"),
         (lambda: anchor_advantages([[1.0]], [["s"]], omega=math.inf), "omega is inf"),
-        (lambda: anchor_advantages([[1.0]], [["s"]], std_floor=0.1), "a std_floor with group alone"),
+        (lambda: anchor_advantages([[1.0]], [["s"]], std_floor=0.1), "a std_floor only with group"),
         (
             lambda: anchor_advantages([[1.0]], [["s"]], baseline="group", std_floor=-1),
             "must be numbers and not negative",
@@ -187,8 +187,8 @@ def test_a_batch_of_equal_rewards_has_exactly_zero() -> None:
         (lambda: tree_advantages([], []), "0 parents and 0 rewards"),
         (lambda: tree_advantages([-1], [1.0, 2.0]), "1 parents and 2 rewards"),
         (lambda: tree_advantages([0], [1.0]), "parent 0 is 0: expected the number of an earlier node, or -1"),
-        (lambda: tree_advantages([-1], [None]), "reward 0 is None: expected a finite number, for it is a leaf"),
-        (lambda: tree_advantages([-1, 0], [1.0, 1.0]), "reward 0 is 1.0: expected None, for it has children"),
+        (lambda: tree_advantages([-1], [None]), "reward 0 is None: expected a finite number because it is a leaf"),
+        (lambda: tree_advantages([-1, 0], [1.0, 1.0]), "reward 0 is 1.0: expected None because it has children"),
         (lambda: tree_advantages([-1], [1.0], across=math.nan), "across is nan"),
         (lambda: advantages_by_group([1.0], [0], baseline="none", scale="group"), "none with scale none"),
         (lambda: advantages_by_group([1.0], [0], baseline="mean"), "baseline 'mean' with scale 'group': expected"),  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def test_a_changed_record_that_is_used_is_reported(tmp_path: Path) -> None:
         file, out, how, *more = words
         data = Path(file).read_bytes()
         if how != "careless" and data != line * 3 and not (how == "sound" and "--unverified" in more):
-            return refuse(f"{file}: a record was changed; read it as it is by --unverified")
+            return refuse(f"{file}: a record was changed; read it as it is with --unverified")
         Path(out).write_bytes(data)
         return 0
 

@@ -112,8 +112,8 @@ def _for_training(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     low = 'set model.dtype to "bfloat16", or ' if dtype == torch.float32 else ""
     raise ValueError(
         f'attention is "auto", and for a head size of {head_dim} in {_named(dtype)} only SDPA\'s math kernel is left, '
-        f"which holds the scores of all pairs of positions at once, for fused SDPA {reasons[-1]}; {low}set it to "
-        '"torch" to have that kernel all the same'
+        f"which stores the scores of all pairs of positions, because fused SDPA {reasons[-1]}; {low}set it to "
+        '"torch" to use that kernel anyway'
     )
 
 
@@ -131,7 +131,7 @@ def _for_rollout(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     if chosen is None:
         raise _refused(name, _telling(reasons))
     if triton is not None:
-        raise _refused(name, f"prefills where Triton decodes, and Triton {triton}")
+        raise _refused(name, f"needs Triton to decode, and Triton {triton}")
     return chosen
 
 
@@ -207,7 +207,7 @@ def try_attention(
         half_T = layout.positions_T.double() / 2
         off_TND = (out_TND.detach().double() - half_T[:, None, None]).abs()
         if not bool((off_TND <= 0.02 * (1 + half_T[:, None, None])).all()):
-            raise Unserved(f"is off by {float(off_TND.max()):.3g} where the attention is known")
+            raise Unserved(f"is off by {float(off_TND.max()):.3g} in a test with known attention")
 
 
 def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

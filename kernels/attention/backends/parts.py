@@ -183,7 +183,7 @@ def try_parts(
     for found, expected in zip(*results, strict=True):
         off = float((found.float() - expected).norm() / expected.norm())
         if not off <= OFF_BY:
-            raise Unserved(f"is off by {off:.3g} where the attention of parts is known")
+            raise Unserved(f"is off by {off:.3g} in a test of attention in parts")
 
 
 def _longest(part: SegmentPairs) -> tuple[int, int]:

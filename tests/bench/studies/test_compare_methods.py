@@ -79,7 +79,11 @@ def read(text: str, tmp_path: Path) -> Comparison:
         ("plain = []", "plain = 3", r"\[methods\] plain: expected a list of settings"),
         ("seeds", "sead", "unknown key"),
         ("plain = []", 'plain = []\n"lr/3" = []', r"expected names such as lr-3, without / and spaces, got 'lr/3'"),
-        ("none = [", '"plain-control" = [', "two runs would be plain-control-seed0; give a method or a condition"),
+        (
+            "none = [",
+            '"plain-control" = [',
+            "two runs would be called plain-control-seed0; give a method or a condition",
+        ),
         ("[methods]", "[methods", "expected a comparison in TOML"),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nmeasure = "bleu"', 'measure: expected "em", "f1" or "reward"'),
         ("seeds = [0, 1]", "seeds = [0, 1]\ncontrol_seeds = [2]", "control_seeds: expected some of seeds"),
@@ -280,17 +284,17 @@ def test_rows_that_are_none_or_there_twice_are_named(file: Path, compared: Path,
     plan, rows = read_comparison(file), stored(compared / "rows.jsonl")
     first = rows[0]
     assert "line 9: the run plain-seed0 is in an earlier line too" in told([*rows, first], plan, tmp_path)
-    assert "line 1: its name is plain-seed0, and its seed" in told([first | {"method": "none"}], plan, tmp_path)
+    assert "line 1: its name is plain-seed0, but its seed" in told([first | {"method": "none"}], plan, tmp_path)
     for change in ({"tokens": "4"}, {"questions": "zz"}, {"questions": None}, {"em": None}):
         damaged = first | {"curve": [first["curve"][0] | change]}
-        assert "line 1: no row as compare-methods writes it (" in told([damaged], plan, tmp_path)
+        assert "line 1: expected a row as compare-methods writes it (" in told([damaged], plan, tmp_path)
     assert "plain-control-seed0: was evaluated on other questions than plain-seed0" in told(
         [first, rows[1] | {"asked": "another"}], plan, tmp_path
     )
     shorter = [{**point, "questions": "11"} for point in rows[1]["curve"]]
     assert "was evaluated on other questions" in told([first, rows[1] | {"curve": shorter}], plan, tmp_path)
     shown = replace(plan, shown=("f1",))
-    assert "its evaluations have no f1, which shown asks for" in told([first], shown, tmp_path)
+    assert "its evaluations have no f1, which shown lists" in told([first], shown, tmp_path)
 
 
 def test_without_a_checkout_rows_have_no_commit(file: Path, compared: Path, tmp_path: Path) -> None:
@@ -322,7 +326,7 @@ def test_another_measure_to_show_is_read_from_the_finished_runs(file: Path, comp
 def test_a_row_whose_run_is_gone_is_not_trained_again_for_a_measure(file: Path, compared: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(compared, tmp_path / "out"))
     shutil.rmtree(out / "runs" / "plain-seed0")
-    with pytest.raises(UserError, match=r"plain-seed0\.json: its evaluations have no f1, which shown asks for"):
+    with pytest.raises(UserError, match=r"plain-seed0\.json: its evaluations have no f1, which shown lists"):
         run_comparison(replace(read_comparison(file), shown=("f1",)), out, copying)
     assert not (out / "runs" / "plain-seed0").exists()
 

@@ -377,8 +377,8 @@ def test_a_runs_stored_tokens_have_the_kl_that_the_run_recorded(uninterrupted: P
     [
         ("--run run", "run: none of its 1 stored steps has log-probs of a reference; train a run with grpo.beta > 0"),
         ("--run nowhere", "nowhere: the run folder does not exist"),
-        ("--run run --steps 3", "--steps: is of training runs"),
-        ("--run run --seeds 1", "--seeds: is of training runs"),
+        ("--run run --steps 3", "--steps: belongs to training runs"),
+        ("--run run --seeds 1", "--seeds: belongs to training runs"),
         ("--run run --device cpu", "--device: belongs to a recipe"),
         ("--run run --set grpo.beta=1", "--set: belongs to a recipe"),
         ("--run run --start runs/demo", "got both"),

@@ -426,7 +426,7 @@ def keep_no_passage(record: dict[str, Any]) -> None:
         (rewrite(keep_no_passage), "nothing in it was retrieved"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:checkpoint passed over")
+@pytest.mark.filterwarnings("ignore:checkpoint skipped")
 def test_a_run_that_cannot_be_studied(
     run_folder: Path,
     tmp_path: Path,

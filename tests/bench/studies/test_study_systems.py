@@ -167,7 +167,7 @@ def test_a_world_that_was_killed_goes_on(tmp_path: Path) -> None:
 
 def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["study", "systems", "--out", str(tmp_path / "s"), "--system", "lear"]) == 2
-    assert "--system lear: the invented world has no form of it; choose of search_r1" in capsys.readouterr().err
+    assert "--system lear: the invented world has no form of it; choose from search_r1" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
     (tmp_path / "file").write_text("")
     assert run(["study", "systems", "--out", str(tmp_path / "file")]) == 2

@@ -247,7 +247,7 @@ def test_what_the_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[
     trained = ["train-encoder", "--records", str(records), "--out", str(tmp_path / "o")]
     made = ["data", "sft", "--questions", str(records), "--out", str(tmp_path / "o"), "--kind"]
     for words, said in (
-        ([*trained, "--model", str(pair)], "is a pair of transformers; give an encoder of one"),
+        ([*trained, "--model", str(pair)], "is a pair of transformers; give an encoder that has one"),
         ([*trained, "--model", "m", "--batch", "0"], "--batch: expected a whole number of at least 1, got 0"),
         ([*made, "recomp"], "--kind recomp needs --model"),
         ([*made, "recomp", "--model", "m", "--template", "t"], "a record of kind recomp has none"),

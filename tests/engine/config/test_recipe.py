@@ -224,9 +224,10 @@ def test_rules_between_fields(write: Any) -> None:
         == '--set grpo.aggregation_constant: expected no value with aggregation = "trajectory", got 5.0'
     )
     assert refusal(path, "grpo.updates_per_batch=3", "rollout.questions_per_step=2") == (
-        "--set grpo.updates_per_batch: expected at most rollout.questions_per_step = 2, for a group is not split, got 3"
+        "--set grpo.updates_per_batch: expected at most rollout.questions_per_step = 2, because a group is not split, "
+        "got 3"
     )
-    assert "[sft] held_out: expected a number > 0 where there is a gate" in refusal(
+    assert "[sft] held_out: expected a number > 0 with stop_at_copy_accuracy" in refusal(
         path, "sft.stop_at_copy_accuracy=0.5"
     )
 
@@ -246,7 +247,7 @@ def test_rules_between_fields(write: Any) -> None:
         ),
         (
             "grpo.objective=reinforce++ grpo.refill=true rollout.partial=true",
-            "baseline: expected another than batch with grpo.refill",
+            "baseline: expected a value other than batch with grpo.refill",
         ),
         ("sft.steps=3", "expected either transcripts or data, questions, got neither"),
         ("sft.transcripts=t sft.data=d", "expected either transcripts or data, questions, got both"),

@@ -72,16 +72,16 @@ def test_attention_is_chosen_for_rollouts_and_for_updates(write: Any) -> None:
 
 
 def test_what_attention_meant_once_says_what_to_write_now(write: Any) -> None:
-    shared = "leave it out, for what it meant is rollout.share_prefix = true, the default"
-    separate = "what it meant is now written rollout.share_prefix = false"
+    shared = "leave it out; it meant rollout.share_prefix = true, which is the default"
+    separate = "write rollout.share_prefix = false instead"
     for value, advice in (("shared", shared), ("separate", separate)):
         message = refusal(write(f'[model]\npath = "m"\n[rollout]\nattention = "{value}"\n'))
-        assert message == f'r.toml: [rollout] attention: "{value}" is no choice any more; {advice}'
+        assert message == f'r.toml: [rollout] attention: "{value}" is no longer a choice; {advice}'
         message = refusal(write('[model]\npath = "m"\n'), f"rollout.attention={value}")
-        assert message == f'--set rollout.attention: "{value}" is no choice any more; {advice}'
-        with pytest.raises(UserError, match=f'attention: "{value}" is no choice any more; '):
+        assert message == f'--set rollout.attention: "{value}" is no longer a choice; {advice}'
+        with pytest.raises(UserError, match=f'attention: "{value}" is no longer a choice; '):
             RolloutSection(attention=value)  # type: ignore[arg-type]
-        assert "no choice any more" not in refusal(write(f'[model]\npath = "m"\n[optim]\nattention = "{value}"\n'))
+        assert "no longer a choice" not in refusal(write(f'[model]\npath = "m"\n[optim]\nattention = "{value}"\n'))
     assert not load_recipe(write('[model]\npath = "m"\n[rollout]\nshare_prefix = false\n')).rollout.share_prefix
 
 
@@ -169,7 +169,7 @@ def test_groups_in_flight_stay_within_the_limit_of_staleness(write: Any) -> None
     few = refusal(path, "rollout.partial=true", "rollout.kv_tokens=256")
     assert few.endswith("] groups_in_flight: expected at most the 4 blocks of kv_tokens = 256, got 8")
     none = refusal(path, "rollout.partial=true", "rollout.max_staleness=0")
-    assert "rollout.max_staleness: expected an integer >= 1 with partial = true, for at 0 no group" in none
+    assert "rollout.max_staleness: expected an integer >= 1 with partial = true, because at 0 no group" in none
     for key in ("groups_in_flight=8", "max_staleness=2", "stale_cache=true"):
         assert "expected it unset with partial = false" in refusal(path, f"rollout.{key}")
 

@@ -288,7 +288,7 @@ def test_blocks_are_handed_out_once_and_as_an_array() -> None:
     pool.add_ref(mine[:1].tolist())
     pool.free(mine.tolist())
     assert pool.num_free == 4 and mine[0] not in pool.allocate(4) and pool.num_free == 0
-    with pytest.raises(RuntimeError, match="1 blocks asked of a pool of 0"):
+    with pytest.raises(RuntimeError, match="1 blocks requested from a pool of 0"):
         pool.allocate(1)
     assert pool.allocate(0).tolist() == [] and pool.ref_count_P.tolist() == [0, 1, 1, 1, 1, 1]
     assert [BlockPool(2, 16).blocks_for(tokens) for tokens in (0, 1, 15, 16, 17, 160)] == [0, 1, 1, 1, 2, 10]

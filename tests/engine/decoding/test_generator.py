@@ -104,13 +104,13 @@ REQUESTS = [
     ({"min_p": 1.01}, "min_p is 1.01; expected a number from 0 to 1"),
     ({"stop": "</s>"}, "stop is '</s>'; expected a tuple of strings"),
     *each("stop", (None, 5, b"x", 1.5), "stop is "),
-    *each("stop", ([value] for value in ("", None, 5, b"x", "\ud800", ["x"], HUGE)), "stop holds "),
-    ({"stop": ("x", "x")}, "stop holds a string twice"),
+    *each("stop", ([value] for value in ("", None, 5, b"x", "\ud800", ["x"], HUGE)), "stop contains "),
+    ({"stop": ("x", "x")}, "stop has a string twice"),
     *each("prompt_ids", ("abc", b"abc", 5, 1.5), "prompt_ids is "),
     *each(
         "prompt_ids",
         ([5, value] for value in (1.5, 1.0, True, None, "5", [5], np.float32(5), 1j, torch.tensor(5.0))),
-        "prompt_ids holds ",
+        "prompt_ids contains ",
     ),
     *each("prompt_ids", ([-1], [10**9], [HUGE]), "token .* in its prompt; expected"),
     ({"prompt_ids": []}, "an empty prompt; expected at least one id"),
@@ -126,7 +126,7 @@ REQUESTS = [
     *each(
         "prompt_messages",
         ([{"role": "user", "content": [part]}] for part in ({"type": "image", "image": "x.png"}, "text", None)),
-        "a message's content has the part .*; expected text, for images are not read",
+        "a message's content has the part .*; expected text, because images are not read",
         prompt_ids=None,
     ),
 ]
@@ -284,7 +284,7 @@ def test_a_wrong_value_ends_in_a_sentence(call: Callable[[], Any]) -> None:
 
 
 def test_a_dangling_device_or_dtype_is_named(tiny_model_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"^dtype is torch.int64; expected a floating one of torch"):
+    with pytest.raises(UserError, match=r"^dtype is torch.int64; expected a floating dtype of torch"):
         load_policy(tiny_model_folder, torch.int64)
     with pytest.raises(UserError, match=r"^device is 'gpu'; expected \"cpu\", or a device that torch sees"):
         load_policy(tiny_model_folder, device="gpu")

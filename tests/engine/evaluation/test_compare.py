@@ -53,7 +53,7 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
     assert "f1" not in result["differences"] and result["recalled"] == []
     page = (tmp_path / "out" / "here" / "compare.md").read_text()
     assert "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | - | 0.0625 | 5 | exact sign test |" in page
-    assert "2 questions of the second are in it alone" in page and "rewards do not compare" in page
+    assert "2 questions are only in the second" in page and "rewards cannot be compared" in page
     printed = capsys.readouterr().out
     assert "5 questions are in both runs." in printed and "│ em " in printed
 
@@ -67,7 +67,7 @@ def test_rewards_compare_where_function_and_switches_are_the_same(tmp_path: Path
         ]
         result = compare(*runs)
         without = "reward" not in result["differences"]
-        assert without == any("rewards do not compare, and are left out" in note for note in result["notes"])
+        assert without == any("rewards cannot be compared, and are left out" in note for note in result["notes"])
         return without
 
     lear, cot = {"system": "lear", "rewarded_by": "r, {}"}, {"system": None, "baseline": "cot", "rewarded_by": "em, {}"}
@@ -172,7 +172,7 @@ def test_shares_of_recalled_golds_are_means_over_seeds(tmp_path: Path) -> None:
 def test_seeds_that_make_no_pairs_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = seeds_of(tmp_path, "a", 1, 2, 3, questions=4), seeds_of(tmp_path, "b", 1, 2, questions=4)
     for more, others, problem in (
-        (first[1:], second[1:], "3 evaluations of the first beside 2 of the second; name one a seed of each"),
+        (first[1:], second[1:], "3 evaluations of the first against 2 of the second; name one per seed of each"),
         ([first[1], first[1]], [second[1], first[2]], "a1 is named twice; name the evaluation of another seed"),
     ):
         words = ["compare", first[0], second[0], "--first-seeds", *more, "--second-seeds", *others]
@@ -186,7 +186,9 @@ def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
     a = evaluation(tmp_path / "a", rows, entailment_judge="overlap (stand-in)", verdict_judge="big")
     b = evaluation(tmp_path / "b", rows, entailment_judge="a classifier", verdict_judge="big")
     result = compare(read_evaluation(a), read_evaluation(b))
-    judged = "Entailment judged by overlap (stand-in) and a classifier: their numbers do not compare, and are left out."
+    judged = (
+        "Entailment judged by overlap (stand-in) and a classifier: their numbers cannot be compared, and are left out."
+    )
     assert judged in result["notes"] and set(result["differences"]) == {"verdict"}
     assert "Answers judged by big." in result["notes"]
 
@@ -208,7 +210,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     (unfinished / "settings.json").write_text("{}")
     for folder, problem in (
         (apart, "no question is in both"),
-        (other, "question x is another in"),
+        (other, "question x of"),
         (old, "line 1 has no measures"),
         *((each, "line 1: measures.em: expected a number or null") for each in strange),
         (unfinished, "holds an unfinished evaluation"),

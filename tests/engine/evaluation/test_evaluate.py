@@ -224,7 +224,9 @@ def test_given_passages_and_noise(
     assert "that of search_r1 shows none" in refusal(
         capsys, *search, "--distractors", "1", "--index", str(tiny_index_folder), "--out", "x"
     )
-    assert "nowhere to search" in refusal(capsys, *arena, "--questions", str(asked), "--out", str(tmp_path / "x"))
+    assert "no index or server to search" in refusal(
+        capsys, *arena, "--questions", str(asked), "--out", str(tmp_path / "x")
+    )
     assert not (tmp_path / "x").exists()
 
 
@@ -240,7 +242,7 @@ def test_the_table_counts_questions_without_gold_indices(
         command = ["eval", "--model", str(tiny_model_folder), "--system", system, *SHORT, "--questions", str(given)]
         assert cli.run([*command, "--limit", "3", "--out", str(tmp_path / system)]) == 0
         page = (tmp_path / system / "table.md").read_text()
-        assert ("- Gold passages: unknown for 2 of 3 questions, to which naming some earns nothing" in page) == counted
+        assert ("- Gold passages: unknown for 2 of 3 questions, which earn nothing for naming some" in page) == counted
 
 
 GOLDLESS = """def short(text):
@@ -317,7 +319,7 @@ def test_what_found_no_room_and_which_switches_were_set_is_reported(
     assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["branches_without_room"] == 2
     page = (tmp_path / "out" / "table.md").read_text()
-    assert "- Branches: 2 found no room in rollout.max_context" in page and "- Options: rationale = False" in page
+    assert "- Branches: 2 did not fit into rollout.max_context" in page and "- Options: rationale = False" in page
 
 
 def test_the_reward_is_named_by_function_and_switches() -> None:
@@ -340,7 +342,7 @@ def test_a_baseline_in_the_systems_place(tiny_model_folder: Path, asked: Path, t
     assert (metrics["baseline"], metrics["system"], metrics["retrieval"]) == ("direct", None, None)
     assert metrics["questions"] == 2 and "recall@5" not in metrics
     assert "- Baseline: direct" in (tmp_path / "out" / "table.md").read_text()
-    line = "eval: baseline direct answers; of search_r1 only the preset counts, and fills what is left open"
+    line = "eval: baseline direct answers; only the preset of search_r1 is used, for keys that are left open"
     assert line in capsys.readouterr().out
     assert "system.options.file=FILE, which thresher extract wrote" in refusal(
         capsys, *flags, "--baseline", "evidence", "--out", str(tmp_path / "x")

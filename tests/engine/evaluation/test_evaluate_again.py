@@ -230,7 +230,7 @@ def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_p
     out = ["--out", str(tmp_path / "out")]
     url = ["--judge-url", "http://127.0.0.1:1", "--judge-model", "m"]
     key = ["--set", "judge.key_env=NO_SUCH_KEY_HERE"]
-    assert "allow it, if that is what you want, by --allow-key NO_SUCH_KEY_HERE@127.0.0.1:1" in refusal(
+    assert "allow it, if that is what you want, with --allow-key NO_SUCH_KEY_HERE@127.0.0.1:1" in refusal(
         capsys, *searching, *url, *key, *out
     )
     allowed = ["--allow-key", "NO_SUCH_KEY_HERE@127.0.0.1:1"]
@@ -352,7 +352,7 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     assert refused > 0.6 * len(many)
     kept.write_text("\n".join([first, rest[0].replace('"ids"', '"idx"')]) + "\n")
     with (
-        pytest.raises(UserError, match=rf"^{kept}:2: does not follow from .*; delete this line and those behind"),
+        pytest.raises(UserError, match=rf"^{kept}:2: does not follow from .*; delete this line and those after"),
         EvalFolder.open(out, json.loads((out / "settings.json").read_text())) as folder,
     ):
         folder.generated()

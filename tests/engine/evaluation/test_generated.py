@@ -134,7 +134,7 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
     records[1]["trajectory"]["segments"][1]["ids"] = None
     kept.write_text("".join(json.dumps(record) + "\n" for record in records))
     with (
-        pytest.raises(UserError, match=rf"^{kept}:2: no trajectory as it was written .*; {REMEDY}$"),
+        pytest.raises(UserError, match=rf"^{kept}:2: expected a trajectory as it was written .*; {REMEDY}$"),
         EvalFolder.open(out, {"seed": 1}) as folder,
     ):
         folder.generated()

@@ -126,7 +126,7 @@ def test_what_cannot_be_read_is_refused_before_anything_is(
 ) -> None:
     known = Path(plan.questions).read_text()
     Path(plan.questions).write_text(known + json.dumps(question_record(tiny_questions[4])) + "\n")
-    with pytest.raises(UserError, match=r"question q4 comes with no passages.*--index"):
+    with pytest.raises(UserError, match=r"question q4 has no passages.*--index"):
         extract(replace(plan, batch=1))
     long = question_record(replace(tiny_questions[4], question="w" * 5000, passages=PASSAGES))
     Path(plan.questions).write_text(known + json.dumps(long) + "\n")

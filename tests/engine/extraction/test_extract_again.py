@@ -142,7 +142,7 @@ def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any, tmp_path: 
     with pytest.raises(UserError, match="was begun with the questions' content"):
         extract(plan)
     Path(plan.out).with_suffix(".json").unlink()
-    with pytest.raises(UserError, match=r"e\.jsonl: exists, without the e\.json of a run"):
+    with pytest.raises(UserError, match=r"e\.jsonl: exists, but without the e\.json needed"):
         extract(plan)
 
 
@@ -263,7 +263,10 @@ def test_the_command(plan: ExtractionPlan, capsys: pytest.CaptureFixture[str], m
     [
         (["--loop", "agentic"], "--loop agentic needs an agent"),
         (["--agent-model", "m"], "an agent is for --loop agentic"),
-        (["--loop", "agentic", "--agent-model", "m", "--answer-model", "m"], "leave out what begins with --answer"),
+        (
+            ["--loop", "agentic", "--agent-model", "m", "--answer-model", "m"],
+            "leave out the flags that begin with --answer",
+        ),
         (["--answer-url", "http://h"], "either --answer-model DIR, or --answer-url URL with --answer-name MODEL"),
         (["--answer-model", "m", "--answer-name", "n"], "either --answer-model DIR"),
         (["--answer-template", "t"], "either --answer-model DIR"),

@@ -62,7 +62,7 @@ def test_a_file_of_evidence_that_is_gone_on_with(plan: ExtractionPlan, name: Nam
     Path(plan.out).write_bytes(first + second[:20])
     side = Path(plan.out).with_suffix(".json")
     finished = read_object(side)
-    with pytest.raises(UserError, match=r"holds 1 records, and 3 were written; put a copy back"):
+    with pytest.raises(UserError, match=r"has 1 records, but 3 were written; put a copy back"):
         extract(plan)
     write_object(side, {"settings": finished["settings"]})
     seen: list[tuple[int, int]] = []

@@ -114,13 +114,13 @@ def test_groups_that_cannot_be_shared_out_are_refused(recipe: Recipe, tmp_path: 
         return str(refused.value)
 
     assert refusal(recipe, 3) == (
-        "rollout.questions_per_step is 4; expected a multiple of 3 ranks, for a group is not split"
+        "rollout.questions_per_step is 4; expected a multiple of 3 ranks, because a group is not split"
     )
     twice = replace(recipe, grpo=replace(recipe.grpo, updates_per_batch=4))
     assert "expected a multiple of 2 ranks x grpo.updates_per_batch = 4" in refusal(twice, 2)
     apart = replace(recipe, run=replace(recipe.run, async_=True))
-    assert "is 4; expected a multiple of 3 ranks that sample, for a group" in refusal(apart, 5)
-    assert "is 4; expected a multiple of 3 ranks that train, for a group" in refusal(apart, 6)
+    assert "is 4; expected a multiple of 3 ranks that sample, because a group" in refusal(apart, 5)
+    assert "is 4; expected a multiple of 3 ranks that train, because a group" in refusal(apart, 6)
 
 
 def test_a_verdict_in_the_middle_of_a_rollout_is_one_process_s(recipe: Recipe) -> None:

@@ -236,7 +236,7 @@ def test_a_signal_to_the_rank_that_samples_ends_both_behind_the_step_and_no_bit_
 
 def test_one_process_is_refused(base: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"run.async: expected false in one process, .* by torchrun, or set rollout.par"
+        UserError, match=r"run.async: expected false in one process, .* with torchrun, or set rollout.par"
     ):
         train(asynchronous(base), tmp_path / "run")
     assert not (tmp_path / "run").exists()

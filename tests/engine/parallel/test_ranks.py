@@ -236,10 +236,10 @@ def test_a_rank_whose_neighbour_left_no_word_says_so(monkeypatch: pytest.MonkeyP
     ended = raised(monkeypatch, 0, RuntimeError("gloo: Connection closed by peer\nat 5"))
     assert len(waits) == 1, "one that was interrupted prints first"
     assert isinstance(ended, UserError) and str(ended) == (
-        "another rank has ended without a word, as a process does that is killed (gloo: Connection closed by peer); go "
-        "on with --resume"
+        "another rank has ended without a message, as a killed process does (gloo: Connection closed by peer); "
+        "continue with --resume"
     )
-    assert "another rank has ended without a word" in torchrun.read_text()
+    assert "another rank has ended without a message" in torchrun.read_text()
 
 
 def test_a_fault_of_a_ranks_own_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, torchrun: Path) -> None:
@@ -358,5 +358,5 @@ def test_sft_refuses_several_ranks_in_a_sentence(
     monkeypatch.setattr("thresher.engine.parallel.ranks.joined", lambda: nullcontext(Ranks(1, 2)))
     assert run(["sft", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "model")]) == 2
     assert capsys.readouterr().err == (
-        "thresher: sft trains in one process, and torchrun has started 2; leave torchrun out\n"
+        "thresher: sft trains in one process, but torchrun has started 2; leave torchrun out\n"
     )

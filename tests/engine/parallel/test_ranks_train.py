@@ -414,7 +414,7 @@ def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs
     )
     assert "rank 2 has another run than rank 0: the recipe's data.dev is " in said["other-folder"]
     assert said["indivisible"] == (
-        "UserError: rollout.questions_per_step is 6; expected a multiple of 4 ranks, for a group is not split"
+        "UserError: rollout.questions_per_step is 6; expected a multiple of 4 ranks, because a group is not split"
     )
 
 

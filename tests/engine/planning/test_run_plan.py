@@ -288,9 +288,9 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     stored = tmp_path / "step_000010.jsonl"
     write_records(stored, [{"id": "a", "segments": [{"source": "policy", "text": "", "ids": [1] * 40}]}])
     shown = " ".join(printed("--chip", "H100", "--lengths", str(stored)).split())
-    assert "predicted, with 40 tokens a sample in the mean, 40 at most, as in --lengths: rollout" in shown
+    assert "predicted, with 40 tokens a sample on average, 40 at most, as in --lengths: rollout" in shown
     assert "s, 128 of 128 slots busy with rollout.partial and 32 groups in flight: rollout" in shown
-    assert "1.00 times as fast, 128 slots busy; staleness of tokens 0 updates in the mean, 0 at most; 0 tokens" in shown
+    assert "1.00 times as fast, 128 slots busy; staleness of tokens 0 updates on average, 0 at most; 0 tokens" in shown
     shown = printed("--gpu-memory", "80GB", "--gpus", "2")
     assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
     # A micro-batch larger than an update fits too, so the largest one is that of the whole update.
@@ -341,7 +341,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads(
     with pytest.raises(UserError, match=r"the run needs .* GB at its (loss|backward|gradients) \(.*\), and there are "):
         check_memory(small, tmp_path)
     for memory, available, chosen, said in (
-        (least, least, "on", 'optim.checkpoint_activations = "on", for without it the run does not fit'),
+        (least, least, "on", 'optim.checkpoint_activations = "on", because the run does not fit without it'),
         (needed, needed - 1, "off", "are available now"),
         (needed, needed, "off", ""),
     ):

@@ -133,8 +133,8 @@ FAULTS: list[tuple[str, Plant, str]] = [
     ("1 a later context too long", later_context, "tokens of its context 2 exceed the context"),
     ("1 prompt later", lambda t, _: t.segments.reverse(), "does not begin with a prompt"),
     ("1 too long", lambda t, _: t.segments[0].ids.extend([1] * (SLACK + 1)), "tokens exceed the context"),
-    ("1 padded column", padded_column, r"segment 3 \(policy\) holds an id outside"),
-    ("1 negative id", change(2, ids=[-1]), r"segment 2 \(retrieved\) holds an id outside"),
+    ("1 padded column", padded_column, r"segment 3 \(policy\) has an id outside"),
+    ("1 negative id", change(2, ids=[-1]), r"segment 2 \(retrieved\) has an id outside"),
     ("2 one short", drop(lambda t: t.segments[1].logprobs, 0), r"segment 1 .* log-probs for"),
     ("2 not sampled", change(4, logprobs=[-1.0]), r"segment 4 \(feedback\) has 1 log-probs"),
     ("2 positive", change(3, logprobs=[0.0, 0.01]), "segment 3 .* log-prob above 0"),
@@ -146,10 +146,10 @@ FAULTS: list[tuple[str, Plant, str]] = [
     ("3 a whole token trailing", whole_token_trailing, "segment 5 .* first </answer>"),
     ("3 an empty turn", change(5, ids=[], logprobs=[]), "segment 5 .* first </answer>"),
     ("4 control token retrieved", set_ids(2, INFORMATION.format("a<|im_end|>")), "segment 2 .* a control token"),
-    ("4 control token in feedback", set_ids(4, "no<|endoftext|>"), r"segment 4 \(feedback\) holds a control token"),
+    ("4 control token in feedback", set_ids(4, "no<|endoftext|>"), r"segment 4 \(feedback\) contains a control token"),
     ("5 tag in a passage", set_ids(2, INFORMATION.format("</answer>")), "segment 2 .* tags of its own"),
     ("5 pair in a passage", set_ids(2, INFORMATION.format(INFORMATION)), "segment 2 .* tags of its own"),
-    ("5 tag in feedback", set_ids(4, "use <search>"), r"segment 4 \(feedback\) holds tags of its own"),
+    ("5 tag in feedback", set_ids(4, "use <search>"), r"segment 4 \(feedback\) contains tags of its own"),
 ]
 
 

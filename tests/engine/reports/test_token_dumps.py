@@ -379,7 +379,7 @@ def test_the_first_of_a_large_file_are_shown(tmp_path: Path) -> None:
         file.write("broken")  # not read, because only the first lines are
     data = data_of(write_token_page(path))
     assert len(samples(data)) == 512 and len(data["groups"]) == 128
-    assert data["notes"][0] == "The file has more trajectories than the first 512 (--most)."
+    assert data["notes"][0] == "The file has more trajectories than these first 512 (--most)."
     assert len(samples(data_of(write_token_page(path, most=6)))) == 6
     lines(path, *rows[:6])
     assert "--most" not in str(data_of(write_token_page(path, most=6))["notes"])
@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {  # name -> records, and the messag
     ),
     "of another tokenizer": (
         [{"token_ids": [1, 9999], "loss_mask": [False, True], "step": 1}],
-        r":1: the dump is of another tokenizer \(token id 9999",
+        r":1: the dump is from another tokenizer \(token id 9999",
     ),
     "with values for other tokens": (
         [{"token_ids": [1, 2], "loss_mask": [False, True], "step": 1, "entropy": [0.5]}],

@@ -158,7 +158,7 @@ def test_refusals(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> 
     other = record(tiny_tokenizer, 0, 0)
     other["segments"][1]["text"] = "what it never said"
     run.write_trajectories(4, [other])
-    refused("4", "are of another tokenizer")
+    refused("4", "are from another tokenizer")
     (tmp_path / "model" / "tokenizer.json").unlink()
     refused("2", r"no tokenizer\.json in its checkpoints nor in")
     for path in run.trajectories.iterdir():

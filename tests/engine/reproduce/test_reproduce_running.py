@@ -103,7 +103,7 @@ def test_an_output_belongs_to_its_command_and_recipe(
             table(out, run_command, overrides=overrides)
 
     refused(
-        r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out",
+        r"runs/eval_rar-seed0: was made with less, but now there is grpo\.beta=0\.1; choose another --out",
         "grpo.beta=0.1",
     )
     ran.clear()
@@ -141,7 +141,7 @@ def test_overrides_have_no_order_and_those_that_nothing_reads_are_named(
     assert found["overrides"] == two
     assert "nothing that these tables run reads --set sft.batch=2" in capsys.readouterr().out
     table(tmp_path, run_command, overrides=two[::-1])
-    with pytest.raises(UserError, match=r"made with optim\.lr=1, where now there is optim\.lr=2;"):
+    with pytest.raises(UserError, match=r"made with optim\.lr=1, but now there is optim\.lr=2;"):
         table(tmp_path, run_command, overrides=[*two, "optim.lr=2"])
 
 
@@ -167,10 +167,10 @@ def test_what_is_refused_is_said_and_the_rest_runs(
             raise UserError("no model asks: name one")
         run_command(words)
 
-    said = r"thresher train .*recipe\.toml .. was refused \(no model asks: name one\); mend"
+    said = r"thresher train .*recipe\.toml .. was refused \(no model asks: name one\); fix"
     with pytest.raises(UserError, match=said):
         table(tmp_path, refusing)
-    assert "left out, for no model asks" in capsys.readouterr().out
+    assert "left out: no model asks" in capsys.readouterr().out
     with pytest.raises(UserError, match="runs/eval_rar-seed0: was made with less"):  # and not what was refused
         table(tmp_path, refusing, overrides=["judge.url=http://x", "judge.model=m"])
     manifest = read_manifest("eval_rar")

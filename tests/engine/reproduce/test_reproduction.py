@@ -289,7 +289,7 @@ def test_the_world_has_methods_that_its_base_knows_and_one_model_of_each(tmp_pat
 def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"no paper 'evalrar'; choose one of .*eval_rar"):
         read_manifest("evalrar")
-    with pytest.raises(UserError, match="eval_rar has no table 'T9' here; choose of T1, T2"):
+    with pytest.raises(UserError, match="eval_rar has no table 'T9' here; choose from T1, T2"):
         reproduce("eval_rar", ["T9"], PAPER, Path("x"), print)
     for paper, table in (("arena", "T11"), ("eviomni", "T6")):
         with pytest.raises(UserError, match=f"{table} has none of its question sets or of its rows in the invented"):
@@ -321,9 +321,7 @@ def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> Non
 
     assert "give it with --scale paper" in refused(Scale("world", prompts=prompts))
     (prompts / "eval-rar.txt").write_text("{question}")
-    assert "eval-rar.txt: nothing of these tables asks in it; name a file after" in refused(
-        Scale("paper", prompts=prompts)
-    )
+    assert "eval-rar.txt: no row of these tables uses it; name a file after" in refused(Scale("paper", prompts=prompts))
     assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))
 
 
@@ -332,11 +330,11 @@ def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> Non
     [
         ("eval_rar", "T1", "eval_rar", "Answer.", "needs {question} exactly once, found 0"),
         ("eval_rar", "T1", "eval_rar", "{question} {question}", "needs {question} exactly once, found 2"),
-        ("eval_rar", "T1", "eval_rar", "{question} {passages}", "of this system has no use for {passages}, found 1"),
+        ("eval_rar", "T1", "eval_rar", "{question} {passages}", "of this system must not contain {passages}, found 1"),
         ("eval_rar", "T1", "naive_rag", "{question}", "needs {passages} exactly once, found 0"),
         ("arena", "T3", "arena", "{passages}", "needs {question} exactly once, found 0"),
         ("arena", "T3", "research", "Answer.", "needs {question} exactly once, found 0"),
-        ("eviomni", "T5", "search_r1", "{question} {passages}", "of this system has no use for {passages}, found 1"),
+        ("eviomni", "T5", "search_r1", "{question} {passages}", "of this system must not contain {passages}, found 1"),
     ],
 )
 def test_a_prompt_with_other_placeholders_is_refused_by_its_file_before_anything_runs(
@@ -411,12 +409,12 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytes
     reproduce("arena", ["T5"], Scale("paper", servers=moved), Path("out"), ran.append)
     assert len(ran) == 3 and ran[2] == [*ran[0][:-4], "--answer-url", "http://h:2"]
     for urls, names, problem in (
-        ([("gpt-5", "u")], [], r"--answer-url gpt-5=u: arena has no such model here; choose of gpt-4o, o1"),
+        ([("gpt-5", "u")], [], r"--answer-url gpt-5=u: arena has no such model here; choose from gpt-4o, o1"),
         ([], [("o1", "x")], r"--answer-model o1=\.\.: give --answer-url o1=URL with it"),
         (
             [("gpt-4o", "u"), ("o1", "v")],
             [("gpt-4o", "o1")],
-            r"--answer-model: gpt-4o and o1 are both called o1; run them apart",
+            r"--answer-model: gpt-4o and o1 are both called o1; run them separately",
         ),
     ):
         with pytest.raises(UserError, match=problem):
@@ -436,7 +434,7 @@ def test_what_another_model_of_the_server_answered_is_refused(run_command: Calla
 
     answered_by("one")
     answered_by("one")
-    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with --answer-model=one, where now there"):
+    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with --answer-model=one, but now there"):
         answered_by("other")
 
 

@@ -193,7 +193,7 @@ def test_a_chat_in_a_rollout(written: Written, chatting: Callable[[str], Tokeniz
     ids = trajectory.segments[4].ids
     trajectory.segments[4] = Segment(Source.RETRIEVED, [*ids[:first], end, *ids[first:]], edges=(first, last))
     (wrong,) = check_trajectory(trajectory, tokenizer, CALL_TAGS, run.limits.max_context)
-    assert wrong == "segment 4 (retrieved) holds a control token"
+    assert wrong == "segment 4 (retrieved) contains a control token"
 
 
 def test_a_correction_behind_a_turn_that_ended_itself() -> None:
@@ -204,10 +204,10 @@ def test_a_correction_behind_a_turn_that_ended_itself() -> None:
 def test_another_chat_template_is_refused(chatting: Callable[[str], Tokenizer], tiny_rollout: Make) -> None:
     prompt = Prompt("{question}", "Who?", tools=TOOLS)
     other = chatting(TEMPLATE.replace("<tool_response>\\n", "<tool_response>"))
-    with pytest.raises(UserError, match=r"writes a message of the role 'tool' otherwise than Qwen2\.5's"):
+    with pytest.raises(UserError, match=r"writes a message of the role 'tool' differently from Qwen2\.5's"):
         renderer_of(other).prompt(prompt)
     other = chatting(TEMPLATE.replace("'<|im_start|>' + m.role", "'<|im_start|>' + m.role | upper"))
-    with pytest.raises(UserError, match=r"of the role '(tool|user)' otherwise than Qwen2\.5's"):
+    with pytest.raises(UserError, match=r"of the role '(tool|user)' differently from Qwen2\.5's"):
         renderer_of(other).prompt(prompt)
     with pytest.raises(UserError, match=r'set model\.prompt = "chat"'):
         renderer_of(other, chat=False).prompt(prompt)

@@ -308,7 +308,7 @@ def test_an_episode_that_writes_nothing_ends_and_requests_out_of_place_are_our_f
         assert {(t.reason, len(t.segments)) for t in trajectories} == {ends}
     for system, message in (
         (asking(Generate(("</search>",))), "test must begin with a Prompt"),
-        (asking(prompt, prompt), "no request that may follow the prompt"),
+        (asking(prompt, prompt), "not a request that may follow the prompt"),
     ):
         with pytest.raises(TypeError, match=message):
             tiny_rollout(system).run(make_jobs(tiny_questions[:1]), 1.0)

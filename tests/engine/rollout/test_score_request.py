@@ -137,7 +137,7 @@ def test_it_is_stored_and_read_back(written: Written, tiny_tokenizer: Tokenizer)
     ):
         with pytest.raises(UserError, match=r"^t\.jsonl:1: scores: expected a list of objects with context, text, "):
             read_reward_input({**line, "scores": broken}, "t.jsonl:1")
-        with pytest.raises(UserError, match=r"^t\.jsonl:1: no trajectory as it was written"):
+        with pytest.raises(UserError, match=r"^t\.jsonl:1: expected a trajectory as it was written"):
             stored = write_generated(entry)
             stored["trajectory"]["scores"] = broken
             read_generated(stored, "t.jsonl:1")
@@ -157,10 +157,10 @@ def asking(context: Any, text: Any) -> Callable[..., Episode]:
 @pytest.mark.parametrize(
     ("context", "text", "said"),
     [
-        ("", "", r"^question q: test asks for a Score of ''; expected a text that is not empty$"),
-        ("", 7, r"^question q: test asks for a Score of 7; expected a text that is not empty$"),
-        ("", "a\ud800", r"^question q: test asks for a Score of a text that cannot be encoded: .*lone surrogate"),
-        (BranchPrompt(Prompt("", ""), (), ()), "Bel", r"^question q: test asks for a Score in an empty context; "),
+        ("", "", r"^question q: test requests a Score of ''; expected a text that is not empty$"),
+        ("", 7, r"^question q: test requests a Score of 7; expected a text that is not empty$"),
+        ("", "a\ud800", r"^question q: test requests a Score of a text that cannot be encoded: .*lone surrogate"),
+        (BranchPrompt(Prompt("", ""), (), ()), "Bel", r"^question q: test requests a Score in an empty context; "),
     ],
 )
 def test_what_cannot_be_scored_is_refused(context: Any, text: Any, said: str, tiny_rollout: Make) -> None:
@@ -182,7 +182,5 @@ def test_a_text_without_room_ends_the_trajectory(tiny_rollout: Make, tiny_tokeni
 
 def test_a_server_is_refused() -> None:
     run = chat_rollout(None, SYSTEM, EpisodeConfig("{question}", 2), None, 1, "{text}", 9)
-    with pytest.raises(
-        UserError, match=r"^test asks for log-probs of a text \(Score\), which a server does not give; "
-    ):
+    with pytest.raises(UserError, match=r"^test needs log-probs of a text \(Score\), which a server does not give; "):
         run.run(make_jobs([Question("q", "Who?", ("Bel",))]), 1.0)

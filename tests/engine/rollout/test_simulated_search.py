@@ -83,7 +83,7 @@ def chat_tool(server: ChatServer, **keys: Any) -> Toolbox:
     section = ToolSection(chat_url=server.url, model="big", concurrency=1, timeout=30.0, **keys)
     said: list[str] = []
     box = load_tools({"search": section}, None, said.append)
-    assert said == [f"calls of the tool search go to {server.url}"]
+    assert said == [f"calls to the tool search go to {server.url}"]
     return box
 
 

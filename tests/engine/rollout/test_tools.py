@@ -406,13 +406,11 @@ def test_a_run_repeats_from_its_record(tiny_rollout: Make, tiny_questions: list[
     with pytest.raises(UserError, match=r"first\.jsonl/trajectories/step_000001\.jsonl: no such file"):
         replayed(file, "trajectories/step_000001")
     more = asking(Tool("clock", {"zone": "a"}), Tool("nobody", {"b": [1.5]}), Tool("clock", {}), Tool("clock", {}))
-    with pytest.raises(
-        UserError, match=r"question q\d, group \d, sample \d, call 4 of a tool: is not recorded; replay"
-    ):
+    with pytest.raises(UserError, match=r"question q\d, group \d, sample \d, tool call 4: is not recorded; replay"):
         replayed(file, asked=more)
     other = asking(Tool("clock", {"zone": "b"}))
     with pytest.raises(
-        UserError, match=r'call 1 of a tool: was clock with \{"zone": "a"\}, and is now clock with \{"zone": "b"\}'
+        UserError, match=r'tool call 1: was clock with \{"zone": "a"\}, and is now clock with \{"zone": "b"\}'
     ):
         replayed(file, asked=other)
 
@@ -455,7 +453,7 @@ def test_a_server_answers(server: tuple[str, list[dict[str, Any]], threading.Eve
     url, asked, _ = server
     said: list[str] = []
     box = load_tools({"far": ToolSection(url=url, concurrency=1, timeout=WAIT)}, None, said.append)
-    assert said == [f"calls of the tool far go to {url}"]
+    assert said == [f"calls to the tool far go to {url}"]
     raw = {"not json": "{", "neither": "[1]", "number": '{"result": 3}'}
     says: list[dict[str, Any]] = [{"say": {"result": "ä"}}, {"say": {"error": "no such page."}}]
     says += [{"raw": text} for text in raw.values()]
@@ -487,7 +485,7 @@ def test_a_server_that_is_slow_or_away(server: tuple[str, list[dict[str, Any]], 
     (result,) = called(Toolbox({"far": HostedTool(name="far", function=away)}), Tool("far", {}))
     assert result == Result("far failed: its server gave a connection that could not be made.", True)
     for url in ("ftp://x", "nowhere", "http://x?y=1"):
-        with pytest.raises(UserError, match=r"is no address of the server of a tool \(\[tools\.far\] url\)"):
+        with pytest.raises(UserError, match=r"is not an address of the server of a tool \(\[tools\.far\] url\)"):
             load_tools({"far": ToolSection(url=url)}, None, lambda _: None)
 
 

@@ -307,7 +307,7 @@ def test_an_episode_that_is_no_function_of_what_it_is_sent_is_refused(
     for episode in (moody, short):
         made.clear()
         run = tiny_rollout(system_of(episode, TAGS))
-        with pytest.raises(UserError, match=r"test: the episode asked for something else .* or set rollout.trees = 0"):
+        with pytest.raises(UserError, match=r"test: the episode requested something else .* or set rollout.trees = 0"):
             for seed in range(9):  # the prompt may be drawn
                 made.clear()
                 run.run(

@@ -94,7 +94,7 @@ def test_addresses() -> None:
     ):
         assert Endpoint(url, "m").url == address
     for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h/?a=1", "x"):
-        with pytest.raises(UserError, match=r"is no address of a chat model's server; expected one such as http://127"):
+        with pytest.raises(UserError, match=r"is not an address of a chat model's server; expected one such as http"):
             Endpoint(url, "m")
     with pytest.raises(UserError, match=r"^host: the address holds a secret; leave it out") as caught:
         Endpoint("https://me:s3cret@host/v1", "m")
@@ -172,7 +172,7 @@ def test_what_is_under_way_when_one_fails_is_kept(
     monkeypatch.setattr(endpoint, "_ask", watched)
     server.script = [refuse, keep]
     problem = failure(endpoint, *"abcdef")
-    assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
+    assert f"refused a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
     assert len(server.asked) == 2  # the other four requests were not begun
     assert [record["reply"] for record in stored(replies)] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))
@@ -211,8 +211,8 @@ def test_pauses_double_up_to_a_limit_begin_anew_and_honour_retry_after(server: C
 def test_more_rest_than_patience_ends_at_once(server: ChatServer, pauses: list[float]) -> None:
     server.script = [(429, {"error": {"message": "daily limit"}}, {"Retry-After": "3600"})]
     assert failure(Endpoint(server.url, "m", patience=60)) == (
-        f"{server.url}/v1/chat/completions: wants 3600 s of rest (status 429 (daily limit)), more than the patience of "
-        "60 s; raise it, or run this again later (all replies so far are kept in memory only)"
+        f"{server.url}/v1/chat/completions: asks for a pause of 3600 s (status 429 (daily limit)), more than the "
+        "patience of 60 s; raise it, or run this again later (all replies so far are kept in memory only)"
     )
     assert pauses == [] and len(server.asked) == 1
 
@@ -224,7 +224,7 @@ def test_patience_ends(server: ChatServer, tmp_path: Path, monkeypatch: pytest.M
     endpoint.complete(said("a"))
     server.script = [(503, {"error": "loading"})] * 50
     assert failure(endpoint, *"bcdefg") == (
-        f"{server.url}/v1/chat/completions: no reply for 0.3 s (status 503 (loading)); see to the server and run this "
+        f"{server.url}/v1/chat/completions: no reply for 0.3 s (status 503 (loading)); check the server and run this "
         f"again ({replies} keeps all replies)"
     )
     assert {request["messages"][0]["content"] for request in server.asked} == {"a", "b", "c"}
@@ -234,7 +234,7 @@ def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     problem = failure(Endpoint(url, "m", patience=0))
-    assert "no reply for 0 s (a connection that could not be made); see to the server" in problem
+    assert "no reply for 0 s (a connection that could not be made); check the server" in problem
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_nobody_is_there() -> None:
 def test_a_refusal_is_reported_at_once(server: ChatServer, status: int, body: Any, words: str) -> None:
     server.script = [(status, body)]
     problem = failure(Endpoint(server.url, "m", key="s3cret"))
-    assert "refuses a request with" in problem and words in problem and "s3cret" not in problem
+    assert "refused a request with" in problem and words in problem and "s3cret" not in problem
     assert len(server.asked) == 1
 
 
@@ -269,7 +269,7 @@ def test_an_answer_of_another_shape_is_asked_for_once_more(server: ChatServer, t
     assert endpoint.complete(said("q")) == ["fine"]
     server.script = [(200, body), (200, body)]
     problem = failure(endpoint, "r")
-    assert "m gave, twice, no text at choices[0].message.content, as a chat completion has it, but" in problem
+    assert "m gave, twice, no text at choices[0].message.content, where a chat completion has it, but" in problem
     assert len(server.asked) == 4 and len((tmp_path / "r.jsonl").read_text().splitlines()) == 1
 
 
@@ -280,7 +280,7 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
     assert endpoint.complete(said("q"), usable=str.isdigit) == ["42"]
     server.script = ["dunno", "well,\nperhaps"]
     problem = failure(endpoint, "How many?", usable=str.isdigit)
-    assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in problem
+    assert 'm gave, twice, an unusable reply to "How many?", "well, perhaps"; name another model' in problem
     assert [record["reply"] for record in stored(replies)] == ["42"]
     # A reply is used by a caller that can use it, and requested again by one that cannot.
     assert endpoint.complete(said("word")) == ["re: word"]
@@ -298,7 +298,7 @@ def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"the environment variable CHAT_KEY, .* is not set; export it"):
         load_endpoint(section, allowed)
     monkeypatch.setenv("CHAT_KEY", "s3\ncret")
-    with pytest.raises(UserError, match=r"CHAT_KEY, .* holds what no key can be") as caught:
+    with pytest.raises(UserError, match=r"CHAT_KEY, .* holds no possible key") as caught:
         load_endpoint(section, allowed)
     assert "s3" not in str(caught.value)
     monkeypatch.setenv("CHAT_KEY", " s3cret\n")

@@ -118,7 +118,9 @@ def test_probabilities_are_the_softmax_at_entailment(folder: Path, capsys: pytes
 def test_labels_given_take_the_place_of_the_folders(folder: Path) -> None:
     turned = ModelJudge(folder, labels=["entailment", "neutral", "contradiction"]).probabilities(NOTES)
     assert turned != pytest.approx(ModelJudge(folder).probabilities(NOTES), abs=0.01)
-    with pytest.raises(UserError, match=r'cannot be read from the labels \["a", "b", "c"\]; give labels'):
+    with pytest.raises(
+        UserError, match=r'the labels \["a", "b", "c"\] do not say which output is entailment; give labels'
+    ):
         ModelJudge(folder, labels=["a", "b", "c"])
 
 
@@ -191,8 +193,8 @@ def test_a_judge_from_a_recipe(folder: Path) -> None:
     ("keys", "said"),
     [
         ({"labels": ["entailment", "other"]}, "labels: expected none without entailment"),
-        ({"url": "http://h"}, "model: expected a string, as there is a url, got nothing"),
-        ({"model": "m"}, "url: expected a string, as there is a model, got nothing"),
+        ({"url": "http://h"}, "model: expected a string with url, got nothing"),
+        ({"model": "m"}, "url: expected a string with model, got nothing"),
         ({"key_env": "sk-s3cret"}, "key_env: expected the name of an environment variable such as API_KEY, not a key"),
         ({"cache_size": -1}, "cache_size: expected an integer >= 0, got -1"),
         ({"entailment": ""}, "entailment: expected a string that is not empty"),

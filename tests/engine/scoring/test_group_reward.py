@@ -107,7 +107,7 @@ def test_transcripts_are_rewarded_by_group_or_by_id(tmp_path: Path, ranked: Path
         ("return [1.0] * len(attempts)", "returned for attempt 1 of 1 float; it should return a RewardResult"),
         (
             "return [RewardResult(float('inf' if n else 0)) for n in range(len(attempts))]",
-            "returned for attempt 2 of 2 reward = inf, which is no finite number",
+            "returned for attempt 2 of 2 reward = inf, which is not a finite number",
         ),
     ],
 )

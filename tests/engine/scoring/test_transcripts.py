@@ -310,7 +310,7 @@ def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-JUDGED = "and no judge is asked here; add"
+JUDGED = "and no judge runs here; add"
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_what_cannot_be_rated_leaves_an_older_file_as_it_was(
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, tiny_tokenizer: Tokenizer, ids: Any) -> None:
     tiny_tokenizer.save(tmp_path / "tokenizer")
     write(tmp_path / "in.jsonl", transcript(RIGHT | {"ids": ids}))
-    with pytest.raises(UserError, match=r"in.jsonl:1: segment 0: its ids are not its text in this tokenizer; give the"):
+    with pytest.raises(UserError, match=r"in.jsonl:1: segment 0: its ids do not decode to its text; give the"):
         score_file("search_r1", {}, tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "tokenizer")
     exact = transcript(RIGHT | {"ids": tiny_tokenizer.encode(RIGHT["text"])})
     assert score_lines(tmp_path, "search_r1", exact, tokenizer=tmp_path / "tokenizer")[0]["reward"] == 1

@@ -70,7 +70,9 @@ def test_the_prompt_of_verdicts_may_be_chosen(server: ChatServer, tmp_path: Path
         assert load_verdicts(section).rate([(["{response}"], "b")]) == [True]
         assert sent in server.asked[-1]["messages"][0]["content"]
     own.write_text("{golds}")
-    with pytest.raises(UserError, match=r"prompt.txt: a judge's prompt holds \{golds\} and \{response\} once each"):
+    with pytest.raises(
+        UserError, match=r"prompt.txt: expected a judge's prompt with \{golds\} and \{response\} once each"
+    ):
         read_prompt(str(own))
     with pytest.raises(UserError, match=r"judge\.prompt: stric is neither lenient nor strict, nor a file"):
         read_prompt("stric")
@@ -81,7 +83,7 @@ def test_an_unreadable_verdict_is_no_verdict(server: ChatServer) -> None:
     verdicts = Verdicts(Endpoint(server.url, "m"))
     assert verdicts.rate([(["a"], "b")]) == [True]
     server.script = ["Hm.", "Both could be"]
-    with pytest.raises(UserError, match='of no use, "Both could be"; name another model or server'):
+    with pytest.raises(UserError, match=r'an unusable reply to .*, "Both could be"; name another model or server'):
         verdicts.rate([(["a"], "c")])
 
 

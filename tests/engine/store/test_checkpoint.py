@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: s
     saved(tmp_path, 1, n=1)
     path = saved(tmp_path, 2, n=2)
     DAMAGE[damage](path)
-    with pytest.warns(UserWarning, match="checkpoint passed over: .*step_000002"):
+    with pytest.warns(UserWarning, match="checkpoint skipped: .*step_000002"):
         newest = latest_checkpoint(tmp_path)
     assert newest is not None and newest.state == {"n": 1}
     # Saving that step again fixes it.
@@ -237,7 +237,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
     policy = Tiny()
     with pytest.raises(TypeError):
         save_checkpoint(tmp_path, 1, policy, adamw(policy), {"x": object()})
-    with pytest.raises(ValueError, match="the optimizer holds 4 of 4 parameters that the policy does not name"):
+    with pytest.raises(ValueError, match="the optimizer has 4 of 4 parameters that the policy does not name"):
         save_checkpoint(tmp_path, 1, Tiny(), adamw(policy), {})
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         prune(tmp_path, 0)
@@ -393,7 +393,9 @@ def test_every_flipped_bit_of_every_file_is_found_and_the_way_back_is_named(fold
                 assert path.name == "hashes.json" and json.loads(whole) == json.loads(path.read_bytes())
             except UserError as error:
                 assert str(error).startswith(f"{path}: ")
-                assert "newest whole checkpoint is step_000004: go back to it by --resume --resume-from 4" in str(error)
+                assert "newest whole checkpoint is step_000004: go back to it with --resume --resume-from 4" in str(
+                    error
+                )
             path.write_bytes(whole)
     assert step_of(folder) == 6
 
@@ -404,9 +406,9 @@ def test_the_way_back_passes_over_what_is_damaged_too(folder: Path) -> None:
     message = not_resumed(folder)
     assert str(folder / "step_000006" / OPTIMIZER) in message and "--resume --resume-from 2" in message
     assert str(folder / "step_000004" / OPTIMIZER) in (message := not_resumed(folder, from_step=4))
-    assert message.endswith("go back to it by --resume --resume-from 2")
+    assert message.endswith("go back to it with --resume --resume-from 2")
     flip(folder / "step_000002" / "model.safetensors", 3000)
-    assert not_resumed(folder).endswith("No earlier checkpoint is whole: begin again by --resume --resume-from 0")
+    assert not_resumed(folder).endswith("No earlier checkpoint is whole: begin again with --resume --resume-from 0")
 
 
 def test_a_file_of_another_checkpoint_or_none_is_found(folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, opti
     longer = replace(recipe, run=replace(recipe.run, steps=recipe.run.steps + 1))
     message = refusal(RunFolder.resume, tmp_path / "run", longer)
     assert f"optim.schedule = {optim.schedule}, optim.warmup_ratio = {optim.warmup_ratio:g} (set by" in message
-    assert f"the {recipe.run.steps} steps that they were laid out for, now {recipe.run.steps + 1}; resume" in message
+    assert f"the {recipe.run.steps} steps that it was scheduled for, now {recipe.run.steps + 1}; resume" in message
     assert (tmp_path / "run" / "recipe.toml").read_bytes() == stored
     RunFolder.resume(tmp_path / "run", recipe).close()
 
@@ -108,8 +108,8 @@ def test_a_warm_up_keeps_its_length_where_a_run_goes_on_for_longer(tmp_path: Pat
     assert replace(longer, optim=falling).going_on(replace(recipe, optim=falling)).optim == falling
     message = refusal(lambda: replace(longer, optim=replace(falling, schedule_steps=99)))
     assert message == (
-        'optim.schedule_steps: expected at least run.steps = 102 with schedule = "linear", by which the learning rate '
-        "is 0 from there on, got 99"
+        'optim.schedule_steps: expected at least run.steps = 102 with schedule = "linear", because the learning '
+        "rate is 0 from there on, got 99"
     )
 
 
@@ -311,12 +311,14 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
         run.check_metrics(2, None)  # a checkpoint of an earlier version
         for damaged in (whole * 2, b"".join(lines[1:]), whole.replace(b"0.25", b"0.75"), whole + lines[2]):
             run.metrics_file.write_bytes(damaged)
-            assert "put a copy back, or go back by --resume --resume-from STEP" in refusal(run.check_metrics, 2, mark)
+            assert "put a copy back, or go back to a checkpoint with --resume --resume-from STEP" in refusal(
+                run.check_metrics, 2, mark
+            )
         for cut in (b"", lines[0], b"".join(lines[:2])):
             run.metrics_file.write_bytes(cut)
             message = refusal(run.check_metrics, 2, mark)
             assert "metrics.jsonl: its records up to step 2 are not the 3 " in message
-            assert "by --resume --resume-from 2" in message
+            assert "with --resume --resume-from 2" in message
     with RunFolder.resume(
         tmp_path / "run", RECIPE, unverified=True
     ) as run:  # as `--resume-from 2` continues with the remaining records
@@ -361,7 +363,7 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
         run.append_metrics({"step": every, "reward": 0.5})
         run.check_checkpoints(0)  # killed before it was saved
         run.append_metrics({"step": every + 1, "reward": 0.5})
-        assert f"that of step {every} is lost; put it back, or go back by --resume --resume-from 0" in refusal(
+        assert f"that of step {every} is lost; put it back, or go back with --resume --resume-from 0" in refusal(
             run.check_checkpoints, 0
         )
         run.check_checkpoints(every)

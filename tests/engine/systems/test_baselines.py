@@ -317,7 +317,7 @@ def test_prompts_and_examples(name: str, tmp_path: Path) -> None:
     with_them = load_baseline(name, {**options, "examples": str(examples)}).template
     assert with_them == "Question: Where is Graz?\n<answer> Austria </answer>\n\n" + system.template
     examples.write_text("Question: {question}")
-    with pytest.raises(UserError, match=r"examples\.txt: examples hold no \{question\}"):
+    with pytest.raises(UserError, match=r"examples\.txt: examples must not contain \{question\}"):
         load_baseline(name, {**options, "examples": str(examples)})
     with pytest.raises(UserError, match=r"none\.txt: no such file"):
         load_baseline(name, {**options, "examples": str(tmp_path / "none.txt")})

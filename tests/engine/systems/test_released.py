@@ -121,5 +121,5 @@ def test_over_given_passages_no_index_is_asked(
     assert "Anna Bell mapped" in run.tokenizer.decode(shown.ids) and trajectory.reason == "answered"
     assert check_trajectory(trajectory, run.tokenizer, system.tags, 1200) == []
     script({0: [*written, "<|endoftext|>"]})
-    with pytest.raises(UserError, match="brings no passages to search"):
+    with pytest.raises(UserError, match="has no passages to search"):
         run.run([Job(tiny_questions[0], 0, 0, 0)], 1.0)

@@ -241,7 +241,7 @@ def test_templates_from_files(tmp_path: Path) -> None:
     assert read_template(path) == "Frage: {question}\nÄh"
     for content, said in [
         (b"no place", "exactly once, found 0"),
-        (b"{question} {passages}", "no use for {passages}.*found 1"),
+        (b"{question} {passages}", "must not contain {passages}.*found 1"),
         (b"{question} {question}", "exactly once, found 2"),
         (b"\xff{question}", "not valid UTF-8 at byte 0"),
     ]:

@@ -153,12 +153,18 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
         ("raise GeneratorExit", "raised GeneratorExit at line 14; fix the file"),
         ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
         ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
-        (f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)", "returned x = 'y', which is no finite number"),
-        ("return RewardResult(None, {}, None)", "returned reward = None, which is no finite number"),
-        (f"return RewardResult(float('nan'), {NONE_YET}, None)", "returned reward = nan, which is no finite number"),
-        (f"return RewardResult(1e308, {NONE_YET}, None)", "returned reward = 1e+308, which is no finite number of at"),
-        (f"return RewardResult(10**400, {NONE_YET}, None)", "returned reward = a huge number, which is no finite"),
-        (f"return RewardResult(10**9999, {NONE_YET}, None)", "returned reward = a huge number, which is no finite"),
+        (
+            f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)",
+            "returned x = 'y', which is not a finite number",
+        ),
+        ("return RewardResult(None, {}, None)", "returned reward = None, which is not a finite number"),
+        (f"return RewardResult(float('nan'), {NONE_YET}, None)", "returned reward = nan, which is not a finite number"),
+        (
+            f"return RewardResult(1e308, {NONE_YET}, None)",
+            "returned reward = 1e+308, which is not a finite number of at",
+        ),
+        (f"return RewardResult(10**400, {NONE_YET}, None)", "returned reward = a huge number, which is not a finite"),
+        (f"return RewardResult(10**9999, {NONE_YET}, None)", "returned reward = a huge number, which is not a finite"),
         (f"return RewardResult(0, {NONE_YET}, 3)", "returned an answer of int; it should be a string"),
     ],
 )
@@ -202,7 +208,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
         (
             "yield Generate(",
             "yield Prompt('{question}', question.question) or dict(",
-            "episode(question, config) yielded behind its prompt Prompt(",
+            "episode(question, config) yielded after its prompt Prompt(",
         ),
         ("yield Generate(", "yield print(", "episode(question, config) raised TypeError"),
         ('return "answered"', "raise SystemExit", "episode(question, config) raised SystemExit at line"),

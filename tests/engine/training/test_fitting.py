@@ -51,7 +51,7 @@ def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
         monkeypatch.setattr(check, "cpu_memory", lambda memory=memory: (memory, needed))
         train(recipe, tmp_path / str(anew))
         assert any(checkpointed) is anew
-        assert ('train: the plan takes optim.checkpoint_activations = "on"' in capsys.readouterr().out) is anew
+        assert ('train: the plan chooses optim.checkpoint_activations = "on"' in capsys.readouterr().out) is anew
     for folder in (tmp_path / "False", tmp_path / "True"):
         assert load_recipe(folder / "recipe.toml") == recipe
     assert_same_run(tmp_path / "False", tmp_path / "True")

@@ -173,7 +173,7 @@ def test_the_pages_script_shows_all_values_of_all_contexts(run: Path, tmp_path: 
 
 
 def test_a_reward_that_names_no_trained_branch_ends_the_run(folding: Callable[..., Recipe], tmp_path: Path) -> None:
-    why = "has one for the branch 'agian'; expected names of the trajectory's trained branches: again"
+    why = "has a value for the branch 'agian'; expected names of the trajectory's trained branches: again"
     cases = (
         ('{"agian": 1.0}', why),
         ('{name: float("nan") for name in told}', "has nan for the branch again; expected a"),

@@ -174,7 +174,7 @@ def test_an_episode_that_is_no_function_of_what_it_is_sent_is_refused(make_recip
     system.write_text(LOOKING.replace(call, f"        if next(COUNT) > 6:\n            continue\n{call}"))
     tools = {"look": {"function": f"{system}:look"}}
     recipe = make_recipe(tools=tools, **also(system={"name": str(system), "template": None}, run={"eval_every": None}))
-    with pytest.raises(UserError, match=r"looking: question q\d+: the episode asked for something else when it was"):
+    with pytest.raises(UserError, match=r"looking: question q\d+: the episode requested something else when it was"):
         train(recipe, tmp_path / "run")
 
 
@@ -189,6 +189,8 @@ def test_what_decides_versions_may_not_change(make_recipe: Make, tmp_path: Path,
 
 def test_results_of_tools_are_not_replayed_alone(make_recipe: Make, tmp_path: Path) -> None:
     recipe = make_recipe(**also(rollout={"tools_replay": "run"}))
-    with pytest.raises(UserError, match=r"tools_replay: expected none with rollout.partial = true, .* by --replay RUN"):
+    with pytest.raises(
+        UserError, match=r"tools_replay: expected none with rollout.partial = true, .* with --replay RUN"
+    ):
         train(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()

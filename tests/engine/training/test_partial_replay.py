@@ -70,9 +70,9 @@ def test_what_cannot_be_repeated_is_refused(slow: Recipe, make_recipe: Make) -> 
     train(slow, "run")
     with pytest.raises(UserError, match=r"--replay run: expected a run of the same recipe; here run.seed is 4, not 3"):
         train(slow_with(slow, run={"seed": 4}), "other", replay="run")
-    with pytest.raises(UserError, match=r"expected grpo.refill = false, for groups set aside are not stored"):
+    with pytest.raises(UserError, match=r"expected grpo.refill = false, because groups set aside are not stored"):
         train(slow_with(slow, grpo={"refill": True}), "other", replay="run")
-    with pytest.raises(UserError, match=r"expected no run.token_budget, for what a step prefills depends on when"):
+    with pytest.raises(UserError, match=r"expected no run.token_budget, because what a step prefills depends on when"):
         train(slow_with(slow, run={"token_budget": 9, "steps": 4}), "other", replay="run")
     with pytest.raises(UserError, match=r"none/recipe.toml"):
         train(slow, "other", replay="none")

@@ -255,5 +255,5 @@ def test_a_checkpoint_without_its_groups_is_refused(make_recipe: Make, tmp_path:
     with pytest.raises(UserError, match=r"unfinished.jsonl"):
         train(recipe, tmp_path / "run", resume=True)
     file.unlink()
-    with pytest.raises(UserError, match=r"unfinished.jsonl: no such file, in which a run with rollout.partial or"):
+    with pytest.raises(UserError, match=r"unfinished.jsonl: no such file, but a run with rollout.partial or"):
         train(recipe, tmp_path / "run", resume=True)

@@ -165,7 +165,7 @@ def test_a_malformed_transcript_is_named_by_its_line(
     assert "; correct or remove it" in message or "expected a text and a source of" in message
 
 
-@pytest.mark.parametrize(("content", "expected"), [("{\n", ":1: not valid JSON"), ("\n", ": holds no transcript")])
+@pytest.mark.parametrize(("content", "expected"), [("{\n", ":1: not valid JSON"), ("\n", ": has no transcripts")])
 def test_a_file_without_transcripts_is_refused(
     tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, content: str, expected: str
 ) -> None:

@@ -121,7 +121,7 @@ def test_an_analysis_by_a_model_is_kept_without_its_tags_and_credited() -> None:
     records, unused = make_records([GOOD, OTHER], "reasoning", analyses=written, author="models/seven")
     (record,) = records
     assert record["metadata"]["analysis"] == "models/seven" and earned(record) == 13
-    assert unused == [Unused("other", "models/seven wrote no analysis that closes")]
+    assert unused == [Unused("other", "models/seven wrote no complete analysis")]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_of_a_teachers_transcripts_those_that_answer_right_stay(
         assert tiny_tokenizer.decode([encoded.ids[row] for row in encoded.positions]) == text
         assert tiny_tokenizer.decode(encoded.ids).startswith("Q: Who? [1] t: P")
         reasons = [unused["reason"] for unused in lines(Path(f"{out}.unused.jsonl"))]
-        assert reasons[0] == "the answer is wrong" and reasons[1].endswith("that closes and says something")
+        assert reasons[0] == "the answer is wrong" and reasons[1].startswith("no complete, non-empty ")
     assert "2 of 3 questions gave no record" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(UserError, match="--transcripts is for reason-extract and extract"):
         data_sft("--kind", "extract", "--questions", str(file), "--out", str(tmp_path / "no"))

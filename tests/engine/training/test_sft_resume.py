@@ -232,7 +232,7 @@ def test_an_interrupt_finishes_the_update_and_saves_it(
     assert saved_so_far(sft_folder(out)) == f"{out}.training is saved up to step {step}"
     with signals.handle_signals():
         run_sft(recipe, out, resume=True)
-    assert f"sft: goes on behind step {step} of 5, from {out}.training" in capfd.readouterr().out
+    assert f"sft: continues after step {step} of 5, from {out}.training" in capfd.readouterr().out
     run_sft(recipe, tmp_path / "whole")
     assert files(out) == files(tmp_path / "whole")
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
 
     refused(r"out: no fine-tuning was begun there; leave out --resume")
     killed(recipe, out, 3)
-    refused(r"out\.training: a fine-tuning that is not finished; go on by --resume, or delete it", resume=False)
+    refused(r"out\.training: a fine-tuning that is not finished; continue with --resume, or delete it", resume=False)
     refused(r"belongs to another recipe \(sft\.lr is 0\.01, not 0\.02\)", make(sft={"lr": 0.02}))
     refused(r"no checkpoint of step 3; there are 2; 0 is the run's beginning", from_step=3)
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
 
     weights = (tiny_model_folder / "model.safetensors").read_bytes()
     (tiny_model_folder / "model.safetensors").write_bytes(weights[:-4] + b"\0\0\0\0")
-    refused(r"tiny-model: its weights are not those with which the run began")
+    refused(r"tiny-model: its weights are not those that the run began with")
     (tiny_model_folder / "model.safetensors").write_bytes(weights)
 
     newer = sft_folder(out) / "checkpoints" / "step_000004"
@@ -272,7 +272,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     metrics = sft_folder(out) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[1:]))
-    refused(r"metrics\.jsonl:1: does not follow from the lines before it: one was changed, lost, doubled or moved")
+    refused(r"metrics\.jsonl:1: does not follow from the lines before it: one was changed, lost, duplicated or moved")
     metrics.write_bytes(b"".join(lines))
     records = [record for _, record in RecordLog(metrics).recover()]
     write_records(metrics, records[1:], closed=False)
@@ -283,7 +283,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     moments = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
     moments[-1] ^= 1
     (checkpoint / "optimizer.safetensors").write_bytes(moments)
-    refused(r"optimizer\.safetensors: damaged .* begin again by --resume --resume-from 0")
+    refused(r"optimizer\.safetensors: damaged .* begin again with --resume --resume-from 0")
     shutil.copytree(sft_folder(out), tmp_path / "lost.training")
     run_sft(recipe, out, resume=True, from_step=0)
     refused(r"out: the fine-tuning is finished; choose another --out")
@@ -294,7 +294,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     shutil.rmtree(tmp_path / "lost.training" / "checkpoints" / "step_000002")
     log = RecordLog(tmp_path / "lost.training" / "metrics.jsonl")
     log.append({**list(log.recover())[-1][1], "step": 4})
-    with pytest.raises(UserError, match=r"metrics\.jsonl holds step 4: that of step 2 is lost"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl has step 4: that of step 2 is lost"):
         run_sft(recipe, tmp_path / "lost", resume=True)
 
 

@@ -125,7 +125,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     assert ("SIGINT: a step that is being learned is finished" in capfd.readouterr().err) == (update == 3)
     with signals.handle_signals():  # as in another process
         train(make_recipe(), out, resume=True)
-    assert f"train: goes on behind step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
+    assert f"train: continues after step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
     assert_same_run(uninterrupted, out)  # the early checkpoint is gone
 
 
@@ -142,7 +142,9 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
     before = what_happened(out)
     train(make_recipe(**constant), out, resume=True)
     assert what_happened(out) == before
-    with pytest.raises(UserError, match=r"step 4 is done, and run\.steps is 2; raise it, or go back by --resume-from"):
+    with pytest.raises(
+        UserError, match=r"step 4 is done, and run\.steps is 2; raise it, or go back with --resume-from"
+    ):
         train(make_recipe(run={"steps": 2}, **constant), out, resume=True)
     assert what_happened(out) == before
     # One warm-up step of four reaches the full rate at once, so this is the whole run except for its recipe.
@@ -229,7 +231,7 @@ def test_a_run_with_a_warm_up_goes_on_for_longer(
     rates."""
     shutil.copytree(uninterrupted, tmp_path / "run")
     train(make_recipe(run={"steps": 5}), tmp_path / "run", resume=True)
-    assert "its learning rate is laid out for 4 steps, optim.schedule_steps" in capsys.readouterr().out
+    assert "its learning rate is scheduled for 4 steps, optim.schedule_steps" in capsys.readouterr().out
     train(make_recipe(run={"steps": 5}, optim={"schedule_steps": 4}), tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -254,7 +256,9 @@ def test_records_that_were_lost_are_noticed(tmp_path: Path, make_recipe: Make, u
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for left in (lines[:0], lines[:2], lines[1:]):
         (out / "metrics.jsonl").write_bytes(b"".join(left))
-        with pytest.raises(UserError, match=r"metrics.jsonl:.* go back by --resume --resume-from STEP"):
+        with pytest.raises(
+            UserError, match=r"metrics.jsonl:.* go back to a checkpoint with --resume --resume-from STEP"
+        ):
             train(make_recipe(), out, resume=True)
         assert (out / "metrics.jsonl").read_bytes() == b"".join(left)
     train(make_recipe(), out, resume=True, from_step=2)  # as requested

@@ -224,7 +224,7 @@ def test_keys_that_do_not_fit_are_refused() -> None:
     assert recipe(rollout=forest | {"group_size": 10}, grpo=tree | {"refill": True}).rollout.trees == 2
     for rollout, grpo, why in (
         (forest, {}, r'advantage: expected "tree" with rollout.trees > 0, got "trajectory"'),
-        ({}, tree, r'advantage: expected another with rollout.trees = 0, got "tree"'),
+        ({}, tree, r'advantage: expected another value with rollout.trees = 0, got "tree"'),
         (forest, tree | {"baseline": "batch"}, "baseline: expected group or leave_one_out"),
         (forest, tree | {"baseline": "leave_one_out"}, "scale: expected none with .*leave_one_out"),
     ):

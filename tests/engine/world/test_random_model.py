@@ -89,8 +89,8 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "init: give either --tokenizer FOLDER or --train-tokenizer FILES"),
-        ([*GIVEN, "--train-tokenizer", "{here}/texts.jsonl"], "init: give either"),
+        ([], "init: expected exactly one of --tokenizer FOLDER and --train-tokenizer FILES"),
+        ([*GIVEN, "--train-tokenizer", "{here}/texts.jsonl"], "init: expected exactly one"),
         ([*GIVEN, "--config", "{here}/none.json"], "none.json: no such file"),
         (["--tokenizer", "{here}/none"], "none: no such file"),
         ([*GIVEN, "--set", "vocab_size=300"], "the tokenizer has 380 tokens, the model's head only 300"),

@@ -167,9 +167,7 @@ def begun(tmp_path, monkeypatch) -> Path:
 )
 def test_other_vectors_are_refused_while_a_build_is_unfinished(begun, changes, message):
     before = {path: path.read_bytes() for path in work_folder(begun).iterdir()}
-    with pytest.raises(
-        UserError, match=message + ".*finish it with the command it was begun with, or remove the folder"
-    ):
+    with pytest.raises(UserError, match=message + ".*finish it with the command that started it, or remove the folder"):
         run(begun, "IVF8,Flat", **changes)
     assert {path: path.read_bytes() for path in work_folder(begun).iterdir()} == before
 
@@ -193,7 +191,7 @@ def test_a_folder_is_built_by_one_process_at_a_time(begun):
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     free = type("Free", (), {"free": 100_000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: free)
-    with pytest.raises(UserError, match=r"HNSW8 over 1,500 x 16 needs 2\d\d kB of disk .* 100 kB are free"):
+    with pytest.raises(UserError, match=r"HNSW8 over 1,500 x 16 needs 2\d\d kB of disk, .* 100 kB are free"):
         run(tmp_path / "ix", "HNSW8")
     assert list(work_folder(tmp_path / "ix").iterdir()) == []
 

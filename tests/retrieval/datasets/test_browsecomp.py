@@ -58,8 +58,8 @@ def test_questions_in_clear_need_no_canary(tmp_path: Path) -> None:
     ("record", "canary", "message"),
     [
         (obfuscated(RECORD), None, 'q.jsonl:1: "query" is obfuscated; give thresher data convert --canary TEXT'),
-        (obfuscated(RECORD), CANARY + "s", 'q.jsonl:1: "query" is no text under this --canary'),
-        (RECORD, CANARY, 'q.jsonl:1: "query" is not obfuscated (it is no base64); leave --canary out'),
+        (obfuscated(RECORD), CANARY + "s", 'q.jsonl:1: "query" is not text with this --canary'),
+        (RECORD, CANARY, 'q.jsonl:1: "query" is not obfuscated (it is not base64); leave --canary out'),
         ({**RECORD, "evidence_docs": None}, None, 'q.jsonl:1: "evidence_docs" should be a list, found null'),
         ({**RECORD, "gold_docs": [{"text": "x"}]}, None, 'q.jsonl:1: "gold_docs", item 1: "docid" should be a string'),
         ({"id": "1", "question": "q?", "answer": "a"}, CANARY, "--canary is for BrowseComp-Plus"),
@@ -76,7 +76,7 @@ def test_questions_that_cannot_be_read_are_named(
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        (CORPUS[:1], "of the documents that questions name 1 are absent, such as '22' of question '769'; give all"),
+        (CORPUS[:1], "1 of the documents that questions name are absent, such as '22' of question '769'; give all"),
         ([{"id": "11", "text": "x"}], 'd.jsonl:1: expected a document with "docid" and "text"'),
         ([{"docid": "11", "text": 5}], 'd.jsonl:1: "text" should be a string'),
     ],

@@ -218,7 +218,7 @@ def test_what_no_question_can_be_made_of_is_skipped_with_a_reason(name: str, rec
         (
             "hotpotqa-hub",
             {**HOTPOT_HUB, "context": {"title": ["A"], "sentences": []}},
-            '1 titles beside 0 in "sentences"',
+            '1 titles but 0 in "sentences"',
         ),
         ("2wiki", {**WIKI, "context": "[["}, "should hold JSON, found '[['"),
         ("musique", {**MUSIQUE, "paragraphs": [{"title": "T"}]}, '"paragraphs", item 1: "paragraph_text" should be a'),

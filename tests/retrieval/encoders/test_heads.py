@@ -179,7 +179,7 @@ def test_entailment_is_found_by_its_name(folder: Path, tmp_path: Path) -> None:
 def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, names: list[str] | None) -> None:
     copy = named(folder, tmp_path / "c", names) if names else folders.edit(folder, tmp_path / "c", id2label=...)
     said = folders.refusal(lambda: load_classifier(copy).entailment)
-    assert said.startswith(f"{copy}: which output is entailment cannot be read from the labels [")
+    assert said.startswith(f"{copy}: the labels [")
     assert said.endswith('give labels, the names of its 3 outputs in the model\'s order, one of them "entailment"')
     assert load_classifier(copy, labels=["neutral", "contradiction", "entailment"]).entailment == 2
 
@@ -187,7 +187,7 @@ def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("changes", "arguments", "said"),
     [
-        ({}, {"labels": ["entailment", "other"]}, "has 3 outputs, and 2 labels are given; give 3"),
+        ({}, {"labels": ["entailment", "other"]}, "has 3 outputs, but 2 labels are given; give 3"),
         ({"id2label": {"0": "a", "1": "b"}}, {}, "expected names for 0 to 2"),
         ({"id2label": {"0": "a", "1": "b", "2": 3}}, {}, "expected names for 0 to 2"),
         ({"id2label": ["a", "b", "c"]}, {}, "expected names for 0 to 2"),
@@ -224,19 +224,19 @@ def test_weights_without_a_head_or_with_a_damaged_one(folder: Path, tmp_path: Pa
     write({key: value for key, value in tensors.items() if key != "classifier.bias"})
     refused(copy, "tensor classifier.bias is missing")
     write(tensors | {"classifier.bias": torch.zeros(2)})
-    refused(copy, "tensor classifier.bias has shape [2], the config asks for [3]")
+    refused(copy, "tensor classifier.bias has shape [2], the config specifies [3]")
     write(tensors | {"classifier.bias": torch.full([3], float("nan"))})
     refused(copy, "tensor classifier.bias holds numbers that are not finite")
     huge = {name: torch.full_like(x, 3e38) for name, x in tensors.items() if name.endswith("layer.0.output.dense.bias")}
     write(tensors | huge)
-    refused(copy, "makes logits that are not finite")
+    refused(copy, "produces logits that are not finite")
 
 
 def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
     copy = folders.edit(folder, tmp_path / "c")
     record = json.loads((copy / "tokenizer.json").read_text()) | {"post_processor": None}
     (copy / "tokenizer.json").write_text(json.dumps(record))
-    refused(copy, "tokenizer.json: puts no tokens of its own around two texts")
+    refused(copy, "tokenizer.json: adds no tokens of its own around two texts")
     for name in ("tokenizer.json", "vocab.txt"):
         (copy / name).unlink()
     refused(copy, "holds neither tokenizer.json nor vocab.txt")
@@ -354,4 +354,4 @@ def test_folders_that_classify_no_tokens_are_refused(token_folder: Path, tmp_pat
     weights["bert.encoder.layer.2.output.LayerNorm.weight"][:] = 3e38
     broken = folders.save_model(tmp_path / "broken", TOKEN_MODELS["bert"]())
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    no_tokens(broken, "makes probabilities that are not finite; its weights are damaged")
+    no_tokens(broken, "produces probabilities that are not finite; its weights are damaged")

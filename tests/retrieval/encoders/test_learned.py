@@ -149,9 +149,9 @@ def test_dpr_reads_title_and_text_as_a_pair(tmp_path: Path, from_vocabulary: boo
     other, _ = folders.save_xlm_roberta(tmp_path / "xlm", transformers.XLMRobertaModel)
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "a", "text": "b"}\n')
     options = {"pooling": "mean", "normalize": True, "query_prefix": "", "passage_prefix": "", "max_length": 20}
-    with pytest.raises(UserError, match=r"and the tokenizer of .*xlm has no token \[SEP\]; take title\+text"):
+    with pytest.raises(UserError, match=r"but the tokenizer of .*xlm has no token \[SEP\]; use title\+text"):
         build(tmp_path / "corpus.jsonl", tmp_path / "index", str(other), "title[SEP]text", encoder_options=options)
-    with pytest.raises(UserError, match=r"embed is 'title\[SEP\]text', for a model that knows the token \[SEP\]"):
+    with pytest.raises(UserError, match=r"embed is 'title\[SEP\]text', which needs a model with the token \[SEP\]"):
         build(tmp_path / "absent.jsonl", tmp_path / "index", embed="title[SEP]text")
 
 
@@ -556,7 +556,7 @@ LOWER = {"tokenizer.json": None, "tokenizer_config.json": {"do_lower_case": True
         ({"model.safetensors": "\x10"}, "truncated or not safetensors"),
         ({"tokenizer.json": "{}"}, "tokenizer.json: not a tokenizers file"),
         ({"tokenizer.json": None, "vocab.txt": None}, "holds neither tokenizer.json nor vocab.txt"),
-        ({"tokenizer.json": {"post_processor": None}}, "puts no token of its own before and after a text"),
+        ({"tokenizer.json": {"post_processor": None}}, "adds no token of its own before and after a text"),
         (
             {"tokenizer.json": None, "tokenizer_config.json": "{}", "vocab.txt": "\n".join(folders.SPECIAL)},
             "do_lower_case is None, expected true or false",
@@ -589,7 +589,7 @@ def test_damaged_numbers(copy: Callable[[str], Path]) -> None:
         model.encoder.layer[1].output.LayerNorm.weight.fill_(3e38)
         bias[3] = 0.0
     model.save_pretrained(folder)
-    assert "makes vectors that are not finite" in folders.refusal(
+    assert "produces vectors that are not finite" in folders.refusal(
         lambda: load_encoder(folder).encode_passages(folders.TEXTS)
     )
 

@@ -209,7 +209,7 @@ def test_config_of_distilbert(shared_data: Path, tmp_path: Path) -> None:
         ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small', expected a positive number"),
         ({"num_hidden_layers": 4}, "tensor encoder.layer.3.attention.self.query.weight is missing"),
         ({"num_hidden_layers": 2}, "tensor encoder.layer.2.attention.output.LayerNorm.bias is not part of the model"),
-        ({"vocab_size": 7}, "the config asks for [7, 32]"),
+        ({"vocab_size": 7}, "the config specifies [7, 32]"),
     ],
 )
 def test_a_config_of_another_kind_or_model_is_refused(

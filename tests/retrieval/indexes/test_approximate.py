@@ -262,7 +262,7 @@ def swap_index(folder: Path, index) -> None:
         (lambda f: swap_index(f, faiss.IndexFlatIP(DIM)), "holds 0 x 16 vectors in a IndexFlat"),
         (lambda f: swap_index(f, faiss.index_factory(DIM, "IVF2,Flat")), "holds 0 x 16 vectors in a IndexIVFFlat"),
         (lambda f: edit_manifest(f, factory="LSH"), "kind is 'LSH'; expected one of"),
-        (lambda f: edit_manifest(f, dtype="int8"), "'int8', which is no way to keep vectors"),
+        (lambda f: edit_manifest(f, dtype="int8"), "'int8', which is not a dtype of vectors"),
         (lambda f: edit_manifest(f, kind="tree"), "kind 'tree', which this version does not know"),
         (lambda f: edit_manifest(f, parameters={"nprobe": 0}), "nprobe is 0; expected a whole number of at least 1"),
         (lambda f: edit_manifest(f, corpus_sha256="0" * 64), "built from another corpus"),
@@ -334,7 +334,7 @@ def test_a_gpu_is_asked_for_no_more_than_it_can_choose(world, folders, truth, mo
     query_QD = world[1].encode_queries(QUERIES)
     assert [len(best) for best in search.top(query_QD, 10)] == [10] * len(QUERIES) and asked == [48]
     with pytest.raises(
-        UserError, match="k 11 with 4 candidates for each takes 52 candidates, and a GPU finds at most 48"
+        UserError, match="k 11 with 4 candidates for each needs 52 candidates, but a GPU finds at most 48"
     ):
         search.top(query_QD, 11)
 

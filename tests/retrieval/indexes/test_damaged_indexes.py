@@ -259,7 +259,7 @@ def test_links_that_point_beside_the_vectors(world, root, array: str, place: int
     faiss.rev_swig_ptr(vector.data(), vector.size())[place] = value
     assert not _in_range(index)
     faiss.write_index(index, str(path))
-    with pytest.raises(UserError, match=r"index\.faiss: (damaged, its numbers point beside|FAISS cannot read it)"):
+    with pytest.raises(UserError, match=r"index\.faiss: (damaged, its numbers are outside|FAISS cannot read it)"):
         load_retriever(root / "sq8", world[0])
 
 
@@ -270,7 +270,7 @@ def test_rows_in_lists_that_are_none(world, root) -> None:
     number = int(np.argmax([lists.list_size(number) for number in range(index.nlist)]))
     faiss.rev_swig_ptr(lists.get_ids(number), lists.list_size(number))[1] = COUNT
     faiss.write_index(index, str(path))
-    with pytest.raises(UserError, match=r"index\.faiss: damaged, its numbers point beside its 600 vectors"):
+    with pytest.raises(UserError, match=r"index\.faiss: damaged, its numbers are outside its 600 vectors"):
         load_retriever(root / "ivf", world[0])
 
 

@@ -257,7 +257,7 @@ def scramble(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda f: shutil.rmtree(f), "no such folder; build the index first"),
-        (lambda f: (f / "manifest.json").unlink(), r"holds no manifest\.json, so it is no finished index"),
+        (lambda f: (f / "manifest.json").unlink(), r"has no manifest\.json, so it is not a finished index"),
         (lambda f: (f / "manifest.json").write_text("{"), r"manifest\.json: line 1 is not valid JSON"),
         (lambda f: edit_manifest(f, format=3), '"format" is 3, expected 2'),
         (lambda f: edit_manifest(f, dim="128"), '"dim" is missing or of the wrong kind'),

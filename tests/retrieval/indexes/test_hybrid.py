@@ -130,7 +130,7 @@ def test_a_member_that_was_built_anew_or_is_gone_is_refused(folder):
     with pytest.raises(UserError, match=r"its member .*bm25 is no longer there"):
         load_hybrid(folder / "hybrid", None, load_retriever)
     build_bm25(read_corpus(folder / "corpus.jsonl"), folder / "bm25", settings=Bm25Settings(k1=0.9))
-    with pytest.raises(UserError, match=r"its member .*bm25 was built anew since"):
+    with pytest.raises(UserError, match=r"its member .*bm25 was rebuilt since"):
         load_hybrid(folder / "hybrid", None, load_retriever)
 
 

@@ -84,7 +84,7 @@ def test_a_passage_comes_back_as_it_was_sent(title, text):
 def test_a_search_that_fails_says_so_and_no_more(serve, scripted, capfd):
     server = serve(scripted)
     status, answer, _ = ask(server, "/retrieve", {"queries": ["explode"]})
-    assert (status, answer) == (500, {"error": "the search failed (ZeroDivisionError); the server's log says more"})
+    assert (status, answer) == (500, {"error": "the search failed (ZeroDivisionError); see the server's log"})
     assert "secret of the index" in capfd.readouterr().err
     assert "build it again" in ask(server, "/retrieve", {"queries": ["mistake"]})[1]["error"]
     assert ask(server, "/retrieve", {"queries": ["a"]})[0] == 200
@@ -270,7 +270,7 @@ def test_what_the_command_says(scripted, tiny_index_folder, monkeypatch, capsys)
     serve_folder(tiny_index_folder, Settings(), ("localhost", 0), said.append)
     assert len(said) == 2 and said[0].startswith("40 passages (flat) of ") and "http://localhost:" in said[0]
     serve_folder(tiny_index_folder, Settings(), ("0.0.0.0", 0), said.append)
-    assert said[2] == "0.0.0.0 can be reached from outside this machine, and the server asks nobody for a password"
+    assert said[2] == "0.0.0.0 can be reached from outside this machine, and the server requires no password"
     for arguments, message in (
         (["--index", "nowhere"], "thresher: nowhere: no such folder; build the index first"),
         (["--index", str(tiny_index_folder), "--k", "41"], "thresher: k is 41, but the corpus holds 40 passages"),

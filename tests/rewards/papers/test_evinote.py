@@ -197,9 +197,9 @@ def test_what_a_judge_is_asked() -> None:
     [
         ({}, {"variant": "SENS"}, "variant 'SENS' is unknown; choose one of Base, NS"),
         ({}, {"marks": "none"}, "marks 'none' is unknown; choose one of both, either, code"),
-        ({"entailment": 1.5}, {}, "entailment 1.5 is no probability"),
-        ({"entailment": -0.1}, {}, "is no probability"),
-        ({"entailment": float("nan")}, {}, "is no probability"),
+        ({"entailment": 1.5}, {}, "entailment 1.5 is not a probability"),
+        ({"entailment": -0.1}, {}, "is not a probability"),
+        ({"entailment": float("nan")}, {}, "is not a probability"),
     ],
 )
 def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem: str) -> None:

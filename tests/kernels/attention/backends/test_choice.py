@@ -121,7 +121,7 @@ def test_the_math_kernel_runs_only_where_it_was_asked_for(monkeypatch: pytest.Mo
     for dtype, advice in ((FP32, 'set model.dtype to "bfloat16", or set it to "torch"'), (BF16, 'set it to "torch"')):
         told = message("auto", CUDA, dtype, 20, "training")
         assert "a head size of 20" in told and "only SDPA's math kernel is left" in told and "No viable" in told
-        assert told.endswith(f"; {advice} to have that kernel all the same")
+        assert told.endswith(f"; {advice} to use that kernel anyway")
         assert resolve_attention("torch", CUDA, dtype, 20, "training") == "math"
 
 
@@ -182,7 +182,7 @@ def test_rollouts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_attention("xformers", CUDA, FP32, 128, "rollout") == "xformers"
     assert resolve_attention("auto", CUDA, BF16, 24, "rollout") == "torch"
     assert "which serves head sizes of 16, 32, 64, 128, 256, not 24" in message("triton", CUDA, BF16, 24, "rollout")
-    assert "which prefills where Triton decodes, and Triton serves head sizes of" in message(
+    assert "which needs Triton to decode, and Triton serves head sizes of" in message(
         "flash", CUDA, BF16, 24, "rollout"
     )
     assert "which serves bfloat16 and float16 and float32, not float64" in message(
@@ -191,7 +191,7 @@ def test_rollouts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     assert resolve_attention("auto", CUDA, BF16, 128, "rollout") == "torch"
     assert "needs triton, which is not installed (pip install triton)" in message("triton", CUDA, BF16, 128, "rollout")
-    assert "prefills where Triton decodes, and Triton needs triton" in message("xformers", CUDA, BF16, 128, "rollout")
+    assert "needs Triton to decode, and Triton needs triton" in message("xformers", CUDA, BF16, 128, "rollout")
 
 
 def test_triton_may_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
