@@ -185,8 +185,8 @@ def show_bytes(size: float) -> str:
 
 
 def need_room(path: Path, size: int, what: str) -> None:
-    """Raise Unwritable if the disk of `path`, which need not exist yet, has fewer than `size` free bytes. what: its
-    name in the error. A quota that the system does not report as used space is detected only when it is reached."""
+    """Raise Unwritable if the disk of `path`, which need not exist yet, has fewer than `size` free bytes. what: name
+    of the data, for the error. A quota that the system does not report as used space is detected only when reached."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
     if size > free:

@@ -474,9 +474,9 @@ def cut_group(ordered: OrderedIds, budget: int) -> list[range]:
 
 
 def group_tokens(prompt: int, own: int, members: int) -> int:
-    """Return the largest number of tokens computed for a group. Its members begin with the same at most `prompt` common
-    tokens, and continue with `own` others each. Computed is the whole prompt once, or, for each of them, a prompt that
-    is just not worth sharing."""
+    """Return the largest number of tokens computed for a group. Its members have a common prompt of at most `prompt`
+    tokens, and continue with `own` others each. The largest number comes from the whole prompt once, or from a prompt
+    that is just not worth sharing, once per member."""
     if members == 1:
         return prompt + own
     apart = min(prompt, int(_price(members * own) / (members - 1)))

@@ -175,7 +175,8 @@ class TritonLoss(TritonHead):
         settings, old_R, advantages_R = self.settings, part.old_R, part.advantages_R
         estimator = settings.gradient_estimator
         if settings.surrogate != "clip" or part.slopes_R is not None:
-            # torch computes the coefficients, a few small launches per chunk; the kernel applies them as -A log pi's.
+            # torch computes the coefficients, in a few small launches per chunk. The kernel applies them like those of
+            # -A log pi.
             advantages_R, old_R, estimator = -target_coefficients(logprobs_R, part, settings), None, "none"
         factor_R = torch.empty_like(logprobs_R)
         _coefficients_kernel[(triton.cdiv(len(factor_R), ROWS),)](

@@ -250,7 +250,7 @@ def onednn_product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = No
 
 
 def stored_columns(columns: int) -> int:
-    """Return the number of columns of the stored exponentials: `columns`, rounded up to COLUMN_MULTIPLE."""
+    """Return the columns of the stored exponentials: `columns`, rounded up to a multiple of COLUMN_MULTIPLE."""
     return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 

@@ -426,8 +426,8 @@ def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, i
 def specialisations() -> tuple[Specialisation, ...]:
     """Return the specialisations that the launcher requests, with the columns of Qwen2.5's tokenizer.
 
-    One binary serves all widths that are multiples of the tile's. The largest tile has another for multiples of 32 only
-    and of 16 only, and one for Qwen3.5's columns."""
+    One binary serves all widths that are multiples of the tile's. The largest tile has one more for each smaller
+    width, for multiples of only 32 or 16, and one for Qwen3.5's columns."""
     bfloat16 = torch.bfloat16
     cases: list[tuple[torch.dtype, DrawTiling, int, tuple[int, ...]]] = [
         (bfloat16, tiling, width, (capability,))

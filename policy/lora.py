@@ -44,7 +44,7 @@ TARGETS = tuple(MODULES)
 FOLDER = "adapter"  # next to model.safetensors, in a subfolder: transformers would apply it to the merged weights again
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# A CPU matmul with several threads may not be batch-invariant with 2 to 4 inputs even if it is with 8.
+# With 2 to 4 inputs, a CPU matmul with several threads is not batch-invariant even where it is with 8.
 RANK_STEP = 8
 
 

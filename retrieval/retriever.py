@@ -20,7 +20,8 @@ CACHE_CHARACTERS = 1_000
 
 
 class Unanswered(UserError):
-    """Error for searches that a server did not answer, or not usably, and may answer later; save your work first."""
+    """Error for searches that a server did not answer, or not usably, and may answer later. Callers should save their
+    work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@
                  the share of sign patterns whose sum is at least as far from 0 as the observed one
 
 If all differences that are not 0 have the same size (exact match), this test is the exact sign test, also known as
-McNemar's. If they are few, all patterns are enumerated; otherwise patterns are drawn, and the observed one is included.
+McNemar's. If the differences are few, all patterns are enumerated; otherwise some are drawn, and the observed one is
+included.
 
 None marks a question without a value (a compression ratio without evidence): it is drawn with the others and left out
 of the mean of its draw. Only `holm` corrects for multiple comparisons.

@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 def checked(where: str, name: str, value: object) -> float:
-    """Return the value as an int (whole parameters) or a float. UserError, starting with `where`, if out of range."""
+    """Return the value as an int (whole parameters) or a float. UserError, starting with `where`, for others."""
     bounds = BOUNDS[name]
     number = as_whole(value) if bounds.whole else as_number(value)
     if number is None or not bounds.admits(number):

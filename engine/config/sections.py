@@ -256,7 +256,7 @@ class GrpoSection(Section):
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
     # importance weight recomputed/rollout, per token or per context
     tis_level: Literal["none", "token", "sequence"] = "none"
-    # weights above the cap become the cap, or 0 (so do those below the floor)
+    # truncate: weights above the cap become the cap; mask: those above the cap or below the floor become 0
     tis_rule: Literal["truncate", "mask"] = "truncate"
     tis_cap: Annotated[float, Within(1)] = 2.0  # largest weight
     tis_floor: Share | None = None  # smallest weight of "mask"; None: 1 / tis_cap
@@ -321,7 +321,7 @@ class OptimSection(Section):
     eps: Annotated[float, Within(1e-30)] = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.0  # decoupled weight decay
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    # of lr after the warm-up; it ends at 0 after the last step
+    # of lr after the warm-up; linear and cosine reach 0 after the last step
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     schedule_steps: Count | None = None  # length of warm-up and schedule together; None: run.steps
     # gradient norm to clip at; inf: no clipping
@@ -432,7 +432,7 @@ class JudgeSection(Section):
             raise FieldError("labels", "expected none without entailment, the classifier that the labels belong to")
         if (self.url is None) != (self.model is None):
             missing, given = ("url", "model") if self.url is None else ("model", "url")
-            raise FieldError(missing, f"expected a string with {given}, got nothing")
+            raise FieldError(missing, f"expected a string if {given} is set, got nothing")
         # A user who put the key itself here must not see it printed.
         if self.key_env is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.key_env):
             raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")

@@ -235,7 +235,8 @@ def _require(fits: bool, value: T) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Return a deep copy of strings, numbers, booleans, lists and dicts, or raise Unfit. None fields are dropped."""
+    """Return a deep copy made of strings, numbers, booleans, lists and dicts, or raise Unfit. A dataclass's fields
+    that are None are dropped."""
     if is_dataclass(value):
         present = {key_of(f.name): getattr(value, f.name) for f in fields(value)}
         return {key: plain(part) for key, part in present.items() if part is not None}

@@ -147,7 +147,7 @@ class Drafter:
         return chances
 
     def _most_that_pay(self, count_N: Ints, kind_N: Ints) -> int:
-        """Return the number of drafts per slot with which a forward is likely to give the most tokens per unit of time;
+        """Return the limit of drafts per slot with which a forward is likely to give the most tokens per unit of time;
         0 if no drafts are worth their cost."""
         if self.speculate != "auto":
             return MOST

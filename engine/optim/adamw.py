@@ -189,7 +189,7 @@ def _aligned(tensor: Tensor) -> int:
 # block's largest magnitude with a sign and .9 / 256 without. In a lower decade, which has fewer steps, it is a larger
 # part of the value.
 #
-# Differences from the paper: blocks of 256 values, not 2,048, whose scales take 1.6%; blocks that end with their row;
+# Differences from the paper: blocks of 256 values, not 2,048 (their scales take 1.6%); blocks that end with their row;
 # and a second moment's table without 0, because a moment rounded to 0 would leave only eps in the denominator.
 # Axes: R rows of C values, B blocks of a row.
 

@@ -488,7 +488,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     rows = min(FORWARD_ROWS, s.samples_in_flight * s.length)
     # One row of a forward without autograd: gate and up, silu and its parts, and the residual stream.
     forward = rows * s.item * ((3 if s.cuda else 4) * config.intermediate_size + 4 * config.hidden_size)
-    if config.delta is not None:  # copies of a layer's states; on a GPU, where prefills run in chunks, also later ones
+    if config.delta is not None:  # copies of a layer's states; on a GPU, before and after a chunk of prefills
         shape = config.delta
         of_a_sequence = FP32 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
         forward += s.rollout.max_num_seqs * of_a_sequence * (2 if s.cuda else 1) + (WORKSPACE["cuda"] if s.cuda else 0)

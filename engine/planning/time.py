@@ -196,7 +196,7 @@ def decode_costs(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
     )
     if not config.delta_layers:
         return costs
-    # Each state is read once and written once; two of its products are with rows, and one adds to it.
+    # Each state is read once and written once; two rows are multiplied with it, and one product is added to it.
     states = DeltaStates.bytes_needed(config, BF16) * shape.batch
     return *costs, Cost("states", 3 * 2 * states / FP32, 2 * states)
 

@@ -446,7 +446,7 @@ def _protocol(prompt: str) -> str:
 
 def write_prompts(world: Path) -> None:
     """Write the prompts of the invented world: of each system that its base knows, and of each that a tuning teaches.
-    The prompt has a name, passages and the question."""
+    Each prompt has a name, passages and the question."""
     world.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys((*SEARCHING, *GIVEN, *ASKED_IN.values())):
         shown = "" if name in SEARCHING or name == "closed-book" else "{passages}\n"

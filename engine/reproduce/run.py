@@ -225,8 +225,8 @@ def _report_lacking(experiments: Sequence[ExperimentRun]) -> None:
 
 @contextmanager
 def locked(command: Command, out: Path) -> Iterator[bool]:
-    """Lock a command against other processes, and write its record if it is not finished; yield False if it is locked.
-    The lock ends with the process."""
+    """Lock a command against other processes, and write its record if it is not finished; yield False if another
+    process holds the lock. The lock ends with the process."""
     place = _place(command, out)
     place.mkdir(parents=True, exist_ok=True)
     try:

@@ -205,8 +205,8 @@ def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verif
     """Return the checkpoint of `from_step` in a run's checkpoints folder, or that of the highest step if it is None.
     Return None if there is none, and for step 0, the run's beginning.
 
-    A run never goes back by itself, because later training would be lost silently. Nor does it continue from lost
-    records (`RunFolder.check_metrics`), because their measurements cannot be computed again.
+    A run never goes back by itself, because later training would be lost silently. Nor does it continue if records
+    are lost (`RunFolder.check_metrics`), because their measurements cannot be computed again.
 
     verify: check its files against their hashes, as in `read_checkpoint`. UserError if it is damaged, and for a step
     that has no checkpoint; both name the checkpoints that are left.

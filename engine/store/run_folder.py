@@ -207,7 +207,7 @@ class RunFolder:
             run = cls(path, lock, unverified)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
                 folder.mkdir(exist_ok=True)
-            run._metrics_log()  # raises before anything is written
+            run._metrics_log()  # if it raises, nothing has been written
             recipe.write(path / "recipe.toml")
         except BaseException:
             os.close(lock)

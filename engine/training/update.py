@@ -170,7 +170,7 @@ class Updater:
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
-        self.begun = 0  # number of optimiser steps begun
+        self.begun = 0  # number of optimiser steps begun since this object was made
         self.moving = False  # whether there has been a gradient, so that moments move the weights
         self._stage: Stage | None = None
 

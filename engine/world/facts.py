@@ -2,7 +2,7 @@
 
 Facts are one sentence each ("Amber Lattice has author Bel Dorin."). Questions follow one relation or two ("What is the
 birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and no fact connects them, so
-an answer has to be found and copied; the words of held-out names all occur in training names. Warm-up transcripts use
+an answer has to be found and copied; the words of held-out names all occur in other names. Warm-up transcripts use
 several further worlds with other names (never a held-out one): from a single world a small model memorizes which words
 form a name, and does not learn to copy. Everything is a function of the seed.
 """
@@ -164,7 +164,7 @@ def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> 
 
 
 def _words(rng: random.Random, count: int, syllables: int) -> list[str]:
-    """Return distinct pronounceable words: open syllables and a final consonant, `syllables` in all."""
+    """Return distinct pronounceable words: `syllables` open syllables, then final consonants."""
     onsets = [
         *("b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l"),
         *("m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"),

@@ -23,9 +23,9 @@ reinforcement learning: a policy that imitates most of them gets two-hop questio
 references and extract sentences that the question does not need. Half of all notes lack a mark. A share `aware` follows
 its question.
 
-A *copy-task transcript* states six facts about new names, then the same facts in another order, or in one of three
-their numbers, so the only thing to learn is looking up a fact by subject and relation. This takes a thousand steps; the
-six protocols alone did not teach it in three thousand.
+A *copy-task transcript* states six facts about new names, then the same facts in another order (in one transcript of
+three, their numbers), so the only thing to learn is looking up a fact by subject and relation. This takes a thousand
+steps; the six protocols alone did not teach it in three thousand.
 
 ARENA's base learns in stages to name a passage by its number, which the shared base cannot. The first four stages end
 at their gate, or at 1,000 steps. Before the third, the model gets one more layer: without it the model does not find

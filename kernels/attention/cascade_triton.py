@@ -317,7 +317,7 @@ def _launch_merge(
 
 
 def _merge_warps(parts: int, width: int) -> int:
-    """Return the number of warps with which a thread loads at most 16 numbers at a time; at most 4."""
+    """Return the number of warps, 1 to 4; with more than 1, a thread loads at least 16 numbers at a time."""
     return max(1, min(4, parts * width // 512))
 
 

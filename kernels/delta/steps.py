@@ -210,7 +210,7 @@ def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
 def delta_prefill(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns, plan: ChunkPlan) -> Tensor:
     """Compute `delta_steps` by chunks, which is faster on a GPU, for runs of which only the last state is kept.
 
-    No token is drawn after their other rows. plan: of the runs in the caller's order, contiguous from row 0 on."""
+    No token is drawn after any of their rows. plan: of the runs in the caller's order, contiguous from row 0 on."""
     q_TKD, k_TKD, v_TVE = inputs.heads(_convolved(inputs, rings.rows_BMC, runs))
     states = rings.state_BRVDE.flatten(0, 1)
     before_NVDE = states.index_select(0, runs.read_N.index_select(0, runs.given_N))

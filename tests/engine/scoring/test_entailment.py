@@ -193,8 +193,8 @@ def test_a_judge_from_a_recipe(folder: Path) -> None:
     ("keys", "said"),
     [
         ({"labels": ["entailment", "other"]}, "labels: expected none without entailment"),
-        ({"url": "http://h"}, "model: expected a string with url, got nothing"),
-        ({"model": "m"}, "url: expected a string with model, got nothing"),
+        ({"url": "http://h"}, "model: expected a string if url is set, got nothing"),
+        ({"model": "m"}, "url: expected a string if model is set, got nothing"),
         ({"key_env": "sk-s3cret"}, "key_env: expected the name of an environment variable such as API_KEY, not a key"),
         ({"cache_size": -1}, "cache_size: expected an integer >= 0, got -1"),
         ({"entailment": ""}, "entailment: expected a string that is not empty"),
