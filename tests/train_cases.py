@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -37,6 +37,8 @@ TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "sha256
 # The number of tokens per forward depends on the drafts, and a resumed run has no history to draft from; it also
 # depends on when a server answered.
 FORWARDS = {"forwards", "forward_rows", "drafted_tokens", "accepted_tokens", "search_calls", "slots_busy"}
+# Counts that depend on when tools answer: a sample shares the prefixes that are cached by then.
+PREFILLS = {"prefilled_tokens", "shared_tokens", "tokens_spent"}
 
 
 @contextmanager
@@ -129,20 +131,20 @@ def steps_saved(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
 
 
-def untimed(record: dict[str, Any]) -> dict[str, Any]:
+def untimed(record: dict[str, Any], but: Set[str] = frozenset()) -> dict[str, Any]:
     return {
-        key: untimed(value) if isinstance(value, dict) else value
+        key: untimed(value, but) if isinstance(value, dict) else value
         for key, value in record.items()
-        if not key.endswith("seconds") and key not in TIMINGS | FORWARDS
+        if not key.endswith("seconds") and key not in TIMINGS | FORWARDS | but
     }
 
 
-def what_happened(run: Path) -> dict[str, Any]:
-    """Return all that a run wrote, except for timings in a state and therefore in its hash."""
+def what_happened(run: Path, but: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return all that a run wrote, except for timings in a state and therefore in its hash, and the metrics `but`."""
     files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/**/*.*")]
     return {
-        "metrics": [untimed(record) for record in metrics(run)],
-        "summary": untimed(json.loads((run / "summary.json").read_text())),
+        "metrics": [untimed(record, but) for record in metrics(run)],
+        "summary": untimed(json.loads((run / "summary.json").read_text()), but),
         "recipe": (run / "recipe.toml").read_bytes(),
         **{
             str(path.relative_to(run)): groups_in(path) if path.name == FILE else path.read_bytes()
@@ -157,10 +159,11 @@ def groups_in(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "counted"} for record in stored(path)]
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    first, second = what_happened(one), what_happened(other)
+def assert_same_run(one: Path, other: Path, but: Set[str] = frozenset()) -> None:
+    first, second = what_happened(one, but), what_happened(other, but)
     assert first.keys() == second.keys()
-    assert [key for key in first if first[key] != second[key]] == []
+    differ = [key for key in first if first[key] != second[key]]
+    assert not differ, differ
 
 
 def sampled(run: Path, step: int) -> list[dict[str, Any]]:
