@@ -20,7 +20,6 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from thresher.bench.settings import PeerWay, Seconds, StepSetting, reward_of
-from thresher.common.machine import return_free_memory
 
 
 class Theirs:
@@ -125,7 +124,6 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         wall, cpu = _now()
         seconds = Seconds(self.rollout[0], wall - self.started[0], self.rollout[1], cpu - self.started[1])
-        return_free_memory()  # untimed: in a training of SmolLM2 on a CPU it grew beyond 24 GB in 16 steps
         if not self.between(seconds):
             control.should_training_stop = True
 

@@ -111,24 +111,13 @@ def set_malloc(mapped_from: int, kept: int) -> bool:
     the end of the heap (-1: all). Nothing is set over a user's MALLOC_* or GLIBC_TUNABLES, nor in another C library.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    library = None if chosen else _glibc()
-    if library is None:
+    if chosen or not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
         return False
     library.mallopt.argtypes, library.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     return bool(library.mallopt(M_MMAP_THRESHOLD, mapped_from)) and bool(library.mallopt(M_TRIM_THRESHOLD, kept))
-
-
-def return_free_memory() -> bool:
-    """Make glibc return the free memory of its heap, including holes, if more than half of the memory is in use. Return
-    whether it did. The memory that it keeps (`KEEP_MEMORY`) grows by holes into which no later block fits."""
-    total, available = cpu_memory()
-    library = _glibc() if 2 * available < total else None
-    return library is not None and bool(library.malloc_trim(0))
-
-
-def _glibc() -> ctypes.CDLL | None:
-    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 def gpu() -> str | None:

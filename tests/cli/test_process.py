@@ -23,21 +23,6 @@ for _ in range(4):
 print(faults() - before)
 """
 
-HOLES = """
-import os
-from thresher.cli.process import prepare_process
-prepare_process()
-from thresher.common import machine
-def held():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-blocks = [bytearray(b"x" * (1 << 20)) for _ in range(200)]
-del blocks[::2]
-for available in (60, 40):
-    machine.cpu_memory = lambda: (100, available)
-    before = held()
-    print(machine.return_free_memory(), before - held() > 80)
-"""
-
 
 def played(code: str, *arguments: str, **environment: str) -> str:
     removed = ("OMP_", "GOMP_", "MALLOC_", "GLIBC_")
@@ -76,13 +61,6 @@ def test_large_blocks_are_not_mapped_anew() -> None:
     assert int(played(FAULTS, "prepared")) < 1000
     assert int(played(FAULTS, "plain")) > 10 * 1000
     assert int(played(FAULTS, "prepared", MALLOC_ARENA_MAX="2")) > 10 * 1000, "the user's own settings stand"
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is on Linux")
-def test_holes_are_returned_where_memory_is_scarce() -> None:
-    if not set_malloc(*KEEP_MEMORY):
-        pytest.skip("the C library is not glibc, or refuses")
-    assert played(HOLES).split() == ["False", "False", "True", "True"]
 
 
 def test_the_command_line_decides_before_torch_is_loaded() -> None:
