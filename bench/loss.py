@@ -574,8 +574,8 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             )
     if lines:
         table(
-            "GRPO loss, forward and backward (a case: H x V, T, active): median time; that / ours; share of the floor,"
-            " nominal before measured; memory beside dX and dW; errors against float64",
+            "GRPO loss, forward and backward (a case: H x V, T, active): median time; its ratio to ours; share of the "
+            "floor, nominal before measured; memory beside dX and dW; errors against float64",
             ("", "ms", "/ ours", "floor", "MiB", "log-prob", "dX", "dW"),
             lines,
         )

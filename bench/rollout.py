@@ -153,7 +153,7 @@ def run_rollout_bench(
             "and --peer none measures ours alone"
         )
     if plot is not None and set(bench.shapes) == {TAIL}:
-        raise UserError(f"--plot {plot}: a picture compares sides, and {TAIL} has only one; leave it out")
+        raise UserError(f"--plot {plot}: a picture compares ours with peers, and {TAIL} has no peer; leave it out")
     check_files(out, plot)
     rows: list[dict[str, Any]] = []
     with use_threads(bench.threads or torch.get_num_threads()):

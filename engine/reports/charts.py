@@ -80,7 +80,10 @@ CAPTIONS = {
 }
 # Charts whose curves measure one quantity in several ways: the curve used to compare several runs, and its caption.
 COMPARED_BY = {
-    "kl": ("k3", "Mean over sampled tokens of e^(-d) - 1 + d, with d = log p - log p_ref, for any loss of the recipe."),
+    "kl": (
+        "k3",
+        "Mean over sampled tokens of e^(-d) - 1 + d, with d = log p - log p_ref, whichever KL the recipe has.",
+    ),
     "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
     "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
 }

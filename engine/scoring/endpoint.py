@@ -326,7 +326,7 @@ def read_key(variable: str) -> str:
     """Return the key in an environment variable. UserError if it is not set, or cannot be sent in a header."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
-        state = "holds no possible key" if key else "is not set"
+        state = "has characters that no key has" if key else "is not set"
         raise UserError(f"the environment variable {variable}, which should hold the server's key, {state}; export it")
     return key
 

@@ -129,7 +129,7 @@ def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: p
 def test_the_shape_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "rollout", "--shape", "tail", "--threads", "1", "--budget", "1e-9"]
     assert run([*words, "--plot", str(tmp_path / "rows.png")]) == 2
-    assert "tail has only one; leave it out" in capsys.readouterr().err
+    assert "tail has no peer; leave it out" in capsys.readouterr().err
     assert run([*words, "--out", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["shape"], row["rounds"], row["threads"]) for row in rows] == [("tail", 1, 1)] * 4
