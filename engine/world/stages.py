@@ -26,7 +26,9 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
 from thresher.common.machine import cpu_dtype
 from thresher.common.records import read_object, write_object
+from thresher.engine.config.recipe import load_recipe
 from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.systems import preset_of
 from thresher.engine.world.before_after import FIRST_QUESTIONS, HELD_OUT, split_questions, transcripts
 from thresher.engine.world.files import GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT, STAGES
 from thresher.engine.world.simulated_search import DIM
@@ -227,10 +229,12 @@ def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Calla
 def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
     """Create the demo's folder, or continue an unfinished one; return its plan and the seconds of its finished stages.
 
-    A new folder gets the split questions of a file. The plan has the dtype that the demo was started with.
+    A new folder gets the split questions of a file. The plan has the dtype that the demo was started with. UserError
+    for a setting that the recipe refuses, or a model without a config, before any folder is created.
     """
+    load_recipe(DEMO / "recipe.toml" if plan.model is None else READING, plan.set, preset=preset_of)
     if plan.model is not None:
-        read_config(plan.model)  # raises an error before any folder is created
+        read_config(plan.model)
         plan = replace(plan, dtype=cpu_dtype())
     file = out / BEGUN
     if not file.exists():

@@ -241,3 +241,6 @@ def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path, tiny_model_fol
     assert (out / BEGUN).is_file() and (out / "summary.json").is_file()
     with pytest.raises(UserError, match="holds a demo that is finished"):
         demo(out, plan, run, lambda line: None)
+    with pytest.raises(UserError, match=r'--set run\.steps: expected an integer >= 0, got "x"'):
+        demo(out.with_name("refused"), replace(plan, set=("run.steps=x",)), run, lambda line: None)
+    assert not out.with_name("refused").exists()
