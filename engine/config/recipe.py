@@ -302,9 +302,9 @@ def make_recipe(
 ) -> Recipe:
     """Return the recipe of tables, which are modified in place. where: their name in errors. Else as `load_recipe`."""
     overrides = [current_override(text) for text in overrides]
-    flags = {override(tables, text) for text in overrides}
-    for text in filter(unsets, overrides):
-        check_key(Recipe, text.partition("=")[0])
+    flags = {override(tables, text): None for text in overrides}  # in their order
+    for key in flags:
+        check_key(Recipe, key)
     section, set_by_file = tables.get("system"), dict(_table(tables, "grpo"))
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
         for name, values in current_tables(dict(preset(section["name"])), f"preset of {section['name']}").items():
@@ -368,12 +368,6 @@ def override(table: dict[str, Any], text: str) -> str:
             raise UserError(f"--set {text}: {parent} is not a table in the recipe; expected section.key=value")
     table[path[-1]] = _value(written.strip())
     return ".".join(path)
-
-
-def unsets(text: str) -> bool:
-    """Return True if an override removes its key."""
-    _, equals, written = text.partition("=")
-    return bool(equals) and not written.strip()
 
 
 def _remove(table: dict[str, Any], path: Sequence[str]) -> None:

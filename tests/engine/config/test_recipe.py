@@ -311,6 +311,7 @@ def test_overrides_reach_into_options_and_the_last_one_counts(write: Any) -> Non
         ("run.seed=x", '--set run.seed: expected an integer >= 0 and <= 9223372036854775807, got "x"'),
         ("model.path=", "--set model.path: expected a string that is not empty, got nothing; add it"),
         ('model.path=""', '--set model.path: expected a string that is not empty, got ""'),
+        ("grop.beta=1", "--set grop.beta: unknown key; did you mean grpo?"),
         ("run.sede=", "--set run.sede: unknown key; did you mean seed?"),
         ("rnu=", "--set rnu: unknown key; did you mean run?"),
         ("run.seed.x=", "--set run.seed.x: unknown key; there is no section of that name"),

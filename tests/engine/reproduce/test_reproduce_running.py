@@ -111,7 +111,7 @@ def test_an_output_belongs_to_its_command_and_recipe(
         ("run.bogus=3", r"--set run\.bogus: unknown key"),
         ("run.steps=abc", r"--set run\.steps: expected"),
         ("bogus", "--set bogus: expected"),
-        ("grop.beta=1", "grop: unknown key; did you mean grpo"),
+        ("grop.beta=1", r"--set grop\.beta: unknown key; did you mean grpo"),
     ):
         with pytest.raises(UserError, match=problem):
             table(out.with_name("new"), ran.append, overrides=(wrong,))
