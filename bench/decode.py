@@ -177,7 +177,7 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
         raise UserError(
             f"its keys and values take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free for them"
         )
-    options = {"num_blocks": 1 + blocks, "page_size": PAGE, "max_running": shape.batch}
+    options = {"num_blocks": 1 + blocks, "block_size": PAGE, "max_running": shape.batch}
     decoder = make_decoder(policy, Columns(columns), attention, **options)  # type: ignore[arg-type]
     decoder.begin(longest, DecodeClock())
 

@@ -1,6 +1,6 @@
-"""The engine: from questions to trajectories to gradients, one room per stage.
+"""The engine: from questions to trajectories to gradients, one folder per stage.
 
-A new stage is a new room. Names that users import are here; those that need torch are imported on first use.
+A new stage is a new folder. Names that users import are here; those that need torch are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

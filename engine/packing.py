@@ -71,7 +71,7 @@ class TrainSequence:
     importance: list[float] | None = None  # factors of the trained tokens' advantages; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
     context: int = 0  # its number among the trained contexts of its trajectory
-    stale: int = 0  # number of its first trained tokens that earlier weights sampled
+    stale: int = 0  # leading trained tokens sampled by earlier weights; 0 without partial rollouts and run.async
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -99,12 +99,12 @@ def build_train_sequences(
     advantages: Sequence[float | list[float]],
     grpo: GrpoSection,
     totals: LossNormalizer | None = None,
-    version: int = 0,
+    weights_version: int = 0,
 ) -> list[TrainSequence]:
     """Return the sequences to train on, one per trained context, with the weight of their tokens in the loss.
 
     advantages: of each trajectory, or of each of its trained tokens, all contexts in order. totals: of the optimiser
-    step; None: it has no other trajectories. version: the first version with the weights that are to be trained
+    step; None: it has no other trajectories. weights_version: the first version with the weights that are to be trained
     (`Segment`).
     """
     totals = totals or normalizer_of(trajectories)
@@ -132,7 +132,7 @@ def build_train_sequences(
                     weight=weight_of(ends[-1] + inherited_trained_tokens(trajectory)),
                     key=(trajectory.group, trajectory.sample),
                     context=number,
-                    stale=context.drawn_before(version),
+                    stale=context.drawn_before(weights_version),
                 )
             )
     return sequences
@@ -274,13 +274,13 @@ def pack_shared(
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
-    partial: AttentionWithLSE | ForestKernels | None = None,
+    prefix_attention: AttentionWithLSE | ForestKernels | None = None,
 ) -> list[MicroBatch]:
     """Pack common prefixes once where that is cheaper, and the other sequences by `pack`.
 
     Sequences that share a prefix are adjacent, and micro-batches of at most `micro_batch_tokens` computed tokens are
     cut between such groups. A larger group is cut by members, with its prefix repeated.
-    partial: from `choose_sharing`; None: the CPU's.
+    prefix_attention: attention over segments that share prefixes, from `choose_sharing`; None: the CPU's.
     """
     arrays = _arrays(sequences)
     order = in_order({n: one.fed_L for n, one in arrays.items()})
@@ -299,17 +299,19 @@ def pack_shared(
                 room = micro_batch_tokens
             batches[-1].extend(order[start:stop])
             room -= size
-    packed = [_shared_batch({n: arrays.pop(n) for n in members}, device, partial) for members in batches]
+    packed = [_shared_batch({n: arrays.pop(n) for n in members}, device, prefix_attention) for members in batches]
     return packed + _pack(arrays, micro_batch_tokens, device, attention)
 
 
 def _shared_batch(
-    chosen: dict[int, _Arrays], device: torch.device | str, partial: AttentionWithLSE | ForestKernels | None
+    chosen: dict[int, _Arrays],
+    device: torch.device | str,
+    prefix_attention: AttentionWithLSE | ForestKernels | None,
 ) -> MicroBatch:
     ordered = OrderedIds.of([one.fed_L for one in chosen.values()])
     trie = build_trie(ordered)
     rows = [trie.rows(m, one.positions_R - 1) for m, one in enumerate(chosen.values())]
-    layout = PrefixForest(trie.lengths, trie.parents, device, partial)
+    layout = PrefixForest(trie.lengths, trie.parents, device, prefix_attention)
     return _assembled(chosen, trie.ids(ordered), np.concatenate(rows), layout)
 
 

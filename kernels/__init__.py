@@ -1,6 +1,7 @@
 """Computations on tensors: loss, log-probs, attention, sampling, layer operations. Each file begins with its maths.
 
-A new file has a function of tensors and a reference to compare it with. No file here imports from another room.
+A new file has a function of tensors and a reference to compare it with. Files here import only from each other and
+from `common`.
 
     loss.py        the whole GRPO loss, the file to begin with; objective.py: its part after the vocabulary, and KL
     logprob.py     the head's forward alone; operands.py: checks of the operands, and the three products with the head

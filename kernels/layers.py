@@ -133,42 +133,42 @@ def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor
 
 
 def rotate_and_store(
-    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
+    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, offset_T: Tensor
 ) -> Tensor:
     """Rotate queries and keys of a fused projection [T, N + 2K, D], and store keys and values in the cache.
 
     Returns the queries [T, N, D], dense. Raises ValueError if qkv_TMD requires a gradient: there is none.
     rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
-    inner three axes are dense, the stride of blocks is free. block_T, slot_T: int32; row t is stored at
-    k_PKSD[block_T[t], :, slot_T[t]], and the same of v. With block_T < 0 it is not stored, or stored in block 0, which
-    is never read; its query is returned. No two other rows may have the same place.
+    inner three axes are dense, the stride of blocks is free. block_T, offset_T: int32, the block and the place in the
+    block; row t is stored at k_PKSD[block_T[t], :, offset_T[t]], and the same of v. With block_T < 0 it is not stored,
+    or stored in block 0, which is never read; its query is returned. No two other rows may have the same place.
     """
     if torch.is_grad_enabled() and qkv_TMD.requires_grad:
         raise ValueError("qkv_TMD requires a gradient, but cached keys and values have none; expected torch.no_grad()")
     if uses_triton(qkv_TMD):
         from thresher.kernels.rope_triton import fused_rotate_and_store
 
-        return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
+        return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, offset_T)
     q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
     if qkv_TMD.is_cuda:
         # A graph may capture this, so no mask selects rows: those without a place go to block 0, which no sequence has.
-        everywhere = block_T.clamp(min=0).long(), slice(None), slot_T.long()
+        everywhere = block_T.clamp(min=0).long(), slice(None), offset_T.long()
         k_PKSD[everywhere], v_PKSD[everywhere] = k_TKD, v_TKD
         return q_TND.contiguous()
     stored = block_T >= 0
-    places = block_T[stored].long(), slice(None), slot_T[stored].long()
+    places = block_T[stored].long(), slice(None), offset_T[stored].long()
     k_PKSD[places] = k_TKD[stored]
     v_PKSD[places] = v_TKD[stored]
     return q_TND.contiguous()
 
 
-def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(x_TH: Tensor, addend_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + more, its `rms_norm`), both [T, H]; None adds nothing."""
     if uses_triton(x_TH):
         from thresher.kernels.norm_triton import fused_add_norm
 
-        return fused_add_norm(x_TH, more_TH, weight_H, eps)
-    x_TH = x_TH if more_TH is None else x_TH + more_TH
+        return fused_add_norm(x_TH, addend_TH, weight_H, eps)
+    x_TH = x_TH if addend_TH is None else x_TH + addend_TH
     return x_TH, rms_norm(x_TH, weight_H, eps)
 
 

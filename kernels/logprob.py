@@ -94,7 +94,7 @@ def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
 class TorchHead:
     """The torch backend, with two buffers [M, V] of the compute dtype for chunks of up to `rows` rows.
 
-    lm_head_VH: [V, H], only the columns that exist, from `blas_ready`.
+    lm_head_VH: [V, H], only the rows of token ids that exist, from `blas_ready`.
     """
 
     def __init__(self, lm_head_VH: Tensor, temperature: float, rows: int) -> None:
@@ -168,19 +168,19 @@ def token_logprobs(
     chunk_rows: int | None = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
-    late: list[list[RowCheck]] | None = None,
+    defer_checks_to: list[list[RowCheck]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-prob of each target and the entropy of each distribution, in nats, without gradients.
 
     hidden_TH: [T, H], float32, bfloat16, float16 or float64, any strides; no row is masked.
     lm_head_VH: [V, H], same dtype and device. targets_T: [T] int64 or int32.
     temperature: divides the logits.
-    vocab_size: columns from there on do not exist; their rows of the head are never read.
+    vocab_size: token ids from there on do not exist; their rows of the head are never read.
     chunk_rows: rows that are processed at a time; None: at most what fits in workspace_bytes.
     workspace_bytes: of a chunk's buffers; None: 256 MiB on a CPU, 560 on CUDA.
     backend: "torch"; "triton" for bfloat16 or float32 on CUDA; "auto": Triton for bfloat16 on CUDA, else torch.
-    late: the checks of the data are appended to it, and the call does not wait for the device. The caller raises their
-    errors (`operands.raise_late`, or `late` of `grpo_loss`) before it uses a result.
+    defer_checks_to: a list to which the checks of the data are appended; the call does not wait for the device. The
+    caller raises their errors (`operands.raise_deferred`, or `deferred_checks` of `grpo_loss`) before it uses a result.
 
     Returns (logprobs_T, entropy_T), [T] float32 (float64 for float64 inputs), detached.
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
@@ -191,8 +191,8 @@ def token_logprobs(
     check_temperature(temperature)
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False), on_device(hidden_TH):
         checks = head_checks(hidden_TH, targets_T, columns)
-        if late is not None:
-            late.append(checks)
+        if defer_checks_to is not None:
+            defer_checks_to.append(checks)
             targets_T = targets_T.clamp(0, columns - 1)  # a kernel would read out of bounds otherwise
         elif any_bad(checks):
             raise_first(checks)

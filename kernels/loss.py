@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
 from thresher.kernels.objective import (
-    OF_ROWS,
+    PER_TOKEN,
     LogitGradient,
     LossBackend,
     LossResult,
@@ -111,12 +111,12 @@ def _choose_rows(
     columns: int,
     settings: LossSettings,
     padding_UH: Tensor,
-    late: Sequence[list[RowCheck]],
+    deferred_checks: Sequence[list[RowCheck]],
 ) -> tuple[LossRows, int, bool]:
     """Return the unmasked rows (those with a gradient first), how many have one, and whether padding_UH is finite.
 
-    The checks of `late` are raised first, then those of this call's data. The call's one host sync is here: flags and
-    counts are copied to the host together.
+    The errors of `deferred_checks` are raised first, then those of this call's data. The call's one host sync is here:
+    flags and counts are copied to the host together.
     """
     dtype = compute_dtype(hidden_TH)
     old_T, advantages_T, weights_T, ref_T, *_ = vectors
@@ -133,7 +133,7 @@ def _choose_rows(
     masked_T = ~unmasked_T
     idle_T = masked_T if settings.every_row_has_gradient else masked_T | (advantages_T == 0)
     finite = padding_UH.detach().isfinite().all().long()
-    calls = [*late, checks]
+    calls = [*deferred_checks, checks]
     flags = (any_bad(call).long() for call in calls)
     finite, idle, masked, *bad = torch.stack((finite, idle_T.sum(), masked_T.sum(), *flags)).tolist()
     for call, has_bad in zip(calls, bad, strict=True):
@@ -170,7 +170,7 @@ class TorchLoss(TorchHead):
 
 
 def _padded(backend: str, lm_head_VH: Tensor, columns: int) -> int:
-    """Return the number of columns, at least `columns`, that the matmuls with dlogits run over.
+    """Return the number of columns of logits, at least `columns`, that the matmuls with dlogits run over.
 
     A matmul over an odd number of columns cannot use the tensor cores' aligned kernels. The Triton backend stores zeros
     up to the next multiple. They are included if the head has rows for them: see `grpo_loss`, vocab_size.
@@ -180,7 +180,7 @@ def _padded(backend: str, lm_head_VH: Tensor, columns: int) -> int:
 
 
 def _make_backend(backend: str, head_VH: Tensor, columns: int, settings: LossSettings, rows: int) -> LossBackend:
-    """Make the backend. head_VH: the rows of the columns that exist, then rows that are multiplied by zeros."""
+    """Make the backend. head_VH: the rows of token ids that exist, then rows that are multiplied by zeros."""
     if backend == "triton":
         from thresher.kernels.coefficients_triton import TritonLoss  # triton is not installed everywhere
 
@@ -193,7 +193,7 @@ def _run_chunks(
     hidden_TH: Tensor,
     head_VH: Tensor,
     rows: LossRows,
-    with_gradient: int,
+    grad_rows: int,
     chunk_rows: int,
     hidden_grad_TH: Tensor | None,
     head_grad_VH: Tensor | None,
@@ -201,7 +201,7 @@ def _run_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs_R, entropy_R, logit_gradients_R) of all rows, and write the gradients.
 
-    The first `with_gradient` rows write their rows of hidden_grad_TH, and add to head_grad_VH or overwrite it, where
+    The first `grad_rows` rows write their rows of hidden_grad_TH, and add to head_grad_VH or overwrite it, where
     these are given. The logit gradients of the other rows are 0."""
     count = len(rows)
     logprobs_R, entropy_R, logit_gradients_R = hidden_TH.new_zeros((3, count), dtype=compute_dtype(hidden_TH))
@@ -210,7 +210,7 @@ def _run_chunks(
         part = rows.part(chunk)
         index_R = part.index_R
         rows_RH = hidden_TH[chunk].contiguous() if index_R is None else hidden_TH.index_select(0, index_R)
-        if chunk.start >= with_gradient:
+        if chunk.start >= grad_rows:
             logprobs_R[chunk], entropy_R[chunk] = backend.logprobs(rows_RH, part.targets_R)
             return
         done = backend.gradient(rows_RH, part)
@@ -230,9 +230,9 @@ def _run_chunks(
             keep = add_to_head_grad or chunk.start > 0
             add_head_product(head_grad_VH, done.dlogits_RV, scale_rows(rows_RH, done.factor_R), keep)
 
-    for start in range(0, with_gradient, chunk_rows):
-        run(slice(start, min(start + chunk_rows, with_gradient)))
-    for start in range(with_gradient, count, chunk_rows):
+    for start in range(0, grad_rows, chunk_rows):
+        run(slice(start, min(start + chunk_rows, grad_rows)))
+    for start in range(grad_rows, count, chunk_rows):
         run(slice(start, min(start + chunk_rows, count)))
     return logprobs_R, entropy_R, logit_gradients_R
 
@@ -310,7 +310,7 @@ def grpo_loss(
     workspace_bytes: int | None = None,
     backend: str = "auto",
     lm_head_grad_VH: Tensor | None = None,
-    late: Sequence[list[RowCheck]] = (),
+    deferred_checks: Sequence[list[RowCheck]] = (),
 ) -> LossResult:
     """Compute loss = sum_t weights_t * (-min(r A, clip(r) A) + beta * KL_t - entropy_coef * H_t), in nats.
 
@@ -328,7 +328,7 @@ def grpo_loss(
     advantage 0 are guarded, too.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
-    vocab_size: columns from there on do not exist. Their rows of the head change no result and get no gradient. The
+    vocab_size: token ids from there on do not exist. Their rows of the head change no result and get no gradient. The
     torch backend does not read them. The Triton backend reads those up to the next multiple of 64 columns, if the
     head has them all and all are finite, because a matmul is faster over whole multiples: their dloss/dlogits is 0.
     chunk_rows: rows that are processed at a time; None: at most what fits in workspace_bytes.
@@ -340,7 +340,8 @@ def grpo_loss(
     no matmul; under `torch.no_grad()` the call is forward only. Given lm_head_grad_VH (float32 [V, H], the
     head's own gradient buffer), dW is added to it in the call, the loss is detached, and the caller runs
     `hidden_TH.backward(result.hidden_grad_TH)`; any scale then belongs in weights_T.
-    late: checks that `token_logprobs` left to its caller; their errors are raised first, in this call's one sync.
+    deferred_checks: checks that `token_logprobs` left to its caller; their errors are raised first, in this call's
+    one sync.
 
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
     not fit, a target outside the vocabulary, a negative weight, a number that is not finite in an unmasked row
@@ -370,7 +371,7 @@ def grpo_loss(
     for name, values_T in zip(names, vectors, strict=False):
         if values_T is not None:
             check_rows(name, values_T, hidden_TH)
-    needed = {"sequence_T": settings.surrogate not in OF_ROWS, "turn_T": guard > 0}
+    needed = {"sequence_T": settings.surrogate not in PER_TOKEN, "turn_T": guard > 0}
     for name, numbers_T in (("sequence_T", sequence_T), ("turn_T", turn_T)):
         if numbers_T is None and needed[name]:
             raise ValueError(f"{name} is None; expected numbers [T] with surrogate = {surrogate!r} and guard = {guard}")
@@ -384,8 +385,8 @@ def grpo_loss(
     grad_mode = torch.is_grad_enabled()
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False), on_device(hidden_TH):
         padded = _padded(backend, lm_head_VH, columns)
-        rows, with_gradient, finite = _choose_rows(
-            hidden_TH, targets_T, vectors, columns, settings, lm_head_VH[columns:padded], late
+        rows, grad_rows, finite = _choose_rows(
+            hidden_TH, targets_T, vectors, columns, settings, lm_head_VH[columns:padded], deferred_checks
         )
         padded = padded if finite else columns
         hidden_grad_TH = torch.zeros_like(hidden_TH) if grad_mode and hidden_TH.requires_grad else None
@@ -393,16 +394,16 @@ def grpo_loss(
         if grad_mode and lm_head_VH.requires_grad and lm_head_grad_VH is None:
             head_grad_VH = torch.empty_like(lm_head_VH, dtype=compute_dtype(lm_head_VH))
             # The first chunk overwrites its columns, so only the rest is filled with zeros.
-            head_grad_VH[columns if with_gradient else 0 :] = 0
+            head_grad_VH[columns if grad_rows else 0 :] = 0
         forward_only = hidden_grad_TH is None and head_grad_VH is None
         if forward_only:
             # Without gradients, splitting the rows into two kinds would only add a chunk.
-            with_gradient = 0
+            grad_rows = 0
         head_VH = blas_ready(lm_head_VH[:padded])
-        most_rows = max(with_gradient, len(rows) - with_gradient)
+        most_rows = max(grad_rows, len(rows) - grad_rows)
         rows_at_once = chunk_size(chunk_rows, workspace_bytes, backend, head_VH[:columns], most_rows)
         made = _make_backend(backend, head_VH, columns, settings, rows_at_once)
-        if not settings.of_rows and with_gradient:
+        if not settings.per_token and grad_rows:
             logprobs_R, *_ = _run_chunks(made, hidden_TH, head_VH, rows, 0, rows_at_once, None, None, False)
             rows = replace(rows, slopes_R=slopes(logprobs_R, rows, settings))
         logprobs_R, entropy_R, logit_gradients_R = _run_chunks(
@@ -410,7 +411,7 @@ def grpo_loss(
             hidden_TH,
             head_VH,
             rows,
-            with_gradient,
+            grad_rows,
             rows_at_once,
             hidden_grad_TH,
             None if head_grad_VH is None else head_grad_VH[:padded],

@@ -117,7 +117,7 @@ def _sum_parts_kernel(
     tl.store(grad_ptr + column, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=column < H)
 
 
-def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_norm(x_TH: Tensor, addend_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute (x + more, its RMSNorm times `weight_H`), both [T, H], differentiable once; None adds nothing.
 
     All bfloat16 or all float32, or only the weight float32, on one GPU (or interpreted, on a CPU); H up to 8,192.
@@ -126,32 +126,34 @@ def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: 
     check_dtype("x_TH", x_TH)
     if x_TH.dim() != 2 or not 0 < x_TH.shape[1] <= MAX_WIDTH:
         raise ValueError(f"x_TH has shape {tuple(x_TH.shape)}; expected [T, H] with H from 1 to {MAX_WIDTH:,}")
-    more_TH = None if more_TH is None else more_TH.contiguous()
-    if more_TH is not None:
-        check_dense("more_TH", more_TH, x_TH.shape, x_TH.dtype, x_TH.device)
+    addend_TH = None if addend_TH is None else addend_TH.contiguous()
+    if addend_TH is not None:
+        check_dense("addend_TH", addend_TH, x_TH.shape, x_TH.dtype, x_TH.device)
     check_dense("weight_H", weight_H, x_TH.shape[1:], weight_dtype(weight_H, x_TH), x_TH.device)
-    sum_TH, y_TH = _AddNorm.apply(x_TH.contiguous(), more_TH, weight_H, eps)
+    sum_TH, y_TH = _AddNorm.apply(x_TH.contiguous(), addend_TH, weight_H, eps)
     return sum_TH, y_TH
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        sum_TH = x_TH if more_TH is None else torch.empty_like(x_TH)
+    def forward(
+        ctx: Any, x_TH: Tensor, addend_TH: Tensor | None, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        sum_TH = x_TH if addend_TH is None else torch.empty_like(x_TH)
         y_TH = torch.empty_like(x_TH)
         width, warps = tile(x_TH.shape[1])
         if len(x_TH):
             with on_device(x_TH):
                 _add_norm_kernel[(len(x_TH),)](
                     x_TH,
-                    x_TH if more_TH is None else more_TH,
+                    x_TH if addend_TH is None else addend_TH,
                     weight_H,
                     sum_TH,
                     y_TH,
                     eps,
                     H=x_TH.shape[1],
                     WIDTH=width,
-                    HAS_MORE=more_TH is not None,
+                    HAS_MORE=addend_TH is not None,
                     num_warps=warps,
                 )
         ctx.save_for_backward(sum_TH, weight_H)

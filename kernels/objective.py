@@ -61,9 +61,9 @@ from thresher.kernels.operands import check_scalar, check_temperature
 
 EXP_CAP = 80.0
 Objective = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
-OF_ROWS = ("clip", "reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl")
-OF_SEQUENCES = ("gspo", "gmpo")
-SURROGATES = (*OF_ROWS, *OF_SEQUENCES)
+PER_TOKEN = ("clip", "reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl")
+PER_SEQUENCE = ("gspo", "gmpo")
+SURROGATES = (*PER_TOKEN, *PER_SEQUENCE)
 # exp(80) is 5.5e34: within float32, with four decades left for the numbers that it is multiplied by.
 BOUND = math.exp(EXP_CAP)
 ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
@@ -113,9 +113,9 @@ class LossSettings:
         return (self.kl_gradient or self.kl_value) if self.beta else "none"
 
     @property
-    def of_rows(self) -> bool:
+    def per_token(self) -> bool:
         """Return whether the surrogate of a row needs no other row."""
-        return self.surrogate in OF_ROWS and not self.guard
+        return self.surrogate in PER_TOKEN and not self.guard
 
     @property
     def every_row_has_gradient(self) -> bool:

@@ -4,8 +4,8 @@
 
 Shapes, dtypes and devices are checked on the host. Bad data (a target outside the vocabulary, a NaN in an unmasked row)
 sets a flag, which is read together with the row counts in the one host sync of a call, or later with the flags of other
-calls (`raise_late`, or `grpo_loss`). On CUDA, bfloat16 operands are multiplied as they are, into float32. Elsewhere,
-and in float16, operands are converted to float32 first, the head a slab at a time.
+calls (`raise_deferred`, or `grpo_loss`). On CUDA, bfloat16 operands are multiplied as they are, into float32.
+Elsewhere, and in float16, operands are converted to float32 first, the head a slab at a time.
 
 Axes: T tokens, R rows of a chunk, M a padded chunk, H hidden width, V vocabulary (columns that exist), U columns of
 a slab (docs/notation.md).
@@ -98,7 +98,7 @@ def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def check_head(
     hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, vocab_size: int | None, chunk_rows: int | None
 ) -> int:
-    """Check shapes, dtypes and devices, and return the number of vocabulary columns that exist."""
+    """Check shapes, dtypes and devices, and return the number of token ids that exist: columns of logits."""
     for name, tensor in (("hidden_TH", hidden_TH), ("lm_head_VH", lm_head_VH)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor")
@@ -164,7 +164,7 @@ def raise_first(checks: list[RowCheck]) -> None:
             raise ValueError(f"{check.name}[{row}] is {check.values_T[row].item()}, not {check.expected}")
 
 
-def raise_late(calls: Sequence[list[RowCheck]]) -> None:
+def raise_deferred(calls: Sequence[list[RowCheck]]) -> None:
     """Raise as `raise_first` for the first of several calls that found a bad row. One sync for all."""
     if calls:
         for checks, bad in zip(calls, torch.stack([any_bad(checks) for checks in calls]).tolist(), strict=True):
@@ -260,7 +260,7 @@ def blas_ready(lm_head_VH: Tensor) -> Tensor:
 
 
 def head_slabs(lm_head_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the head in `dtype`: whole if it has that dtype, else copies of a slab of columns at a time."""
+    """Yield the head in `dtype`: whole if it has that dtype, else copies of a slab of its rows at a time."""
     columns, width = lm_head_VH.shape
     if lm_head_VH.dtype == dtype:
         return iter([(slice(0, columns), lm_head_VH)])

@@ -3,7 +3,7 @@
     y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split),
                                           or of its first dimensions, two per angle of the table; the others stay
     da = dy[0] cos + dy[1] sin,  db = dy[1] cos - dy[0] sin
-    rotate_and_store: q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
+    rotate_and_store: q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, offset_T[t])
     rotated_heads: q, k, v -> a dense tensor each
 
 Each product is rounded to the dtype, and then their sum, as in torch: in bfloat16 the results have the bits of
@@ -163,22 +163,22 @@ def _warps(constants: dict[str, int]) -> int:
 
 
 def fused_rotate_and_store(
-    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
+    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, offset_T: Tensor
 ) -> Tensor:
     """Compute `rotate_and_store` of layers.py, with its arguments, on a GPU (or interpreted, on a CPU).
 
     All bfloat16 or all float32. Raises ValueError for other dtypes, shapes and strides; the values of block_T and
-    slot_T are not checked."""
+    offset_T are not checked."""
     T, M, D = _check_projection(qkv_TMD, rope, kv_heads)
     dtype, device = qkv_TMD.dtype, qkv_TMD.device
     check_dense("block_T", block_T, (T,), torch.int32, device)
-    check_dense("slot_T", slot_T, (T,), torch.int32, device)
+    check_dense("offset_T", offset_T, (T,), torch.int32, device)
     slots = k_PKSD.shape[2] if k_PKSD.dim() == 4 else 0
     for name, cache in (("k_PKSD", k_PKSD), ("v_PKSD", v_PKSD)):
         check_dense(f"a block of {name}", cache[:1], (min(1, len(cache)), kv_heads, slots, D), dtype, device)
     constants = _constants(M - 2 * kv_heads, kv_heads, D, rope.shape[3], S=slots)
     q_TND = torch.empty((T, constants["N"], D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
-    places, strides = (block_T, slot_T), (k_PKSD.stride(0), v_PKSD.stride(0))
+    places, strides = (block_T, offset_T), (k_PKSD.stride(0), v_PKSD.stride(0))
     if T:
         grid = (T * triton.cdiv(M, constants["HEADS"]),)
         with on_device(qkv_TMD):

@@ -159,10 +159,11 @@ def sample_from_head(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row from its hidden state: ids [B] int64, log-probabilities [B] float32, as from `sample`.
 
-    lm_head_VH: [V, H], the columns that may be drawn. backend: "torch", `sample(head_logits(..))`; "triton", on CUDA or
-    in its interpreter, bfloat16 or float32; "auto", Triton on CUDA if it is installed and supports the head (those
-    dtypes, H a multiple of 16, dense rows). Rows with filters are always drawn from stored logits. No host sync;
-    launches and memory depend only on shapes and on the host's fields of `rules`, so a CUDA graph can capture it.
+    lm_head_VH: [V, H], a row per token id that may be drawn. seeds_B, positions_B: as in `sample`. backend: "torch",
+    `sample(head_logits(..))`; "triton", on CUDA or in its interpreter, bfloat16 or float32; "auto", Triton on CUDA if
+    it is installed and supports the head (those dtypes, H a multiple of 16, dense rows). Rows with filters are always
+    drawn from stored logits. No host sync; launches and memory depend only on shapes and on the host's fields of
+    `rules`, so a CUDA graph can capture it.
     """
     if not rules.filtered and _draws_fused(backend, hidden_BH, lm_head_VH):
         from thresher.kernels.sampling_triton import draw_fused
@@ -192,7 +193,7 @@ def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
     """Compute the logits [B, V] of the rows that draw a token, float32 (float64 for float64).
 
     They have the bits of the log-prob's torch backend; its Triton backend may add in another order, in float32.
-    lm_head_VH: [V, H], the columns that may be drawn.
+    lm_head_VH: [V, H], a row per token id that may be drawn.
     """
     rows_MH = fill_rows(hidden_BH, lm_head_VH)
     logits_MV = rows_MH.new_empty((len(rows_MH), len(lm_head_VH)), dtype=compute_dtype(lm_head_VH))
@@ -201,8 +202,9 @@ def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
 
 
 def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; logits [B, V] float32 (only columns that may be drawn), seeds and positions [B] int64.
+    """Draw one token per row from logits [B, V] float32, which are only of token ids that may be drawn.
 
+    seeds_B, positions_B: int64, a sequence's seed and the index in it of the token to be drawn, the key of the noise.
     Returns ids [B] int64 and their log-probabilities [B] float32 under the distribution drawn from: softmax of
     logits / temperature over the columns that the row's filters keep. A greedy row takes its largest logit, which no
     filter removes; its log-probability is computed over all columns at temperature 1. Of equal scores the lowest id

@@ -28,8 +28,8 @@ class Layout(Protocol):
     """
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int, /) -> torch.Tensor:
-        """Compute attention: [T, N + 2K, D], queries and keys not yet rotated -> [T, N, D]. layer: the layer's number
-        among those with attention."""
+        """Compute attention: [T, N + 2K, D], queries and keys not yet rotated -> [T, N, D]. In a rollout, first write
+        the rotated keys and the values to the KV cache. layer: the layer's number among those with attention."""
         ...
 
 
@@ -73,10 +73,11 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
+        self, x_TH: torch.Tensor, addend_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream [T, H] after this layer as two terms. The next norm adds the second, as this
-        layer's first norm adds `more_TH`. rope: from `rope_table`. layer: its number among those of its type."""
+        """Return the residual stream [T, H] after this layer as two terms, whose sum it is. The next norm adds the
+        second to the first, as this layer's first norm adds `addend_TH` to `x_TH`. rope: from `rope_table`. layer: its
+        number among those of its type."""
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:
@@ -112,10 +113,10 @@ class MixerLayer(Layer):
         """Return the mixer's part of `hf_views`."""
 
     def forward(
-        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
+        self, x_TH: torch.Tensor, addend_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         eps = self.config.rms_norm_eps
-        x_TH, y_TH = add_norm(x_TH, more_TH, self.gain(self.input_norm), eps)
+        x_TH, y_TH = add_norm(x_TH, addend_TH, self.gain(self.input_norm), eps)
         x_TH, y_TH = add_norm(x_TH, self.mix(y_TH, rope, layout, layer), self.gain(self.post_norm), eps)
         inner_TI = silu_gate(self.adapted(y_TH, linear(y_TH, self.gate_up_weight), "gate", "up"))
         return x_TH, self.adapted(inner_TI, linear(inner_TI, self.down_weight), "down")

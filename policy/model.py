@@ -91,9 +91,9 @@ class Policy(nn.Module):
         config = self.config
         return rope_table(positions_T, self.rotary_dim, config.rope_theta, self.dtype, config.rope_scaling)
 
-    def final_norm(self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, norm_H: torch.Tensor) -> torch.Tensor:
+    def final_norm(self, x_TH: torch.Tensor, addend_TH: torch.Tensor | None, norm_H: torch.Tensor) -> torch.Tensor:
         """Return the hidden states from the stream after the last layer. norm_H: the weight `norm`, or its copy."""
-        return add_norm(x_TH, more_TH, self.layer_class.gain(norm_H), self.config.rms_norm_eps)[1]
+        return add_norm(x_TH, addend_TH, self.layer_class.gain(norm_H), self.config.rms_norm_eps)[1]
 
     def hidden(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, checkpoint_activations: bool = False
@@ -105,14 +105,14 @@ class Policy(nn.Module):
         twice per layer.
         """
         rope = self.rope(positions_T)
-        x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
+        x_TH, addend_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in zip(self.numbers, self.layers, strict=True):
             if checkpoint_activations and torch.is_grad_enabled():
-                arguments = (layer, x_TH, more_TH, rope, layout, index)
-                x_TH, more_TH = checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)
+                arguments = (layer, x_TH, addend_TH, rope, layout, index)
+                x_TH, addend_TH = checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TH, more_TH = layer(x_TH, more_TH, rope, layout, index)
-        return self.final_norm(x_TH, more_TH, self.norm)
+                x_TH, addend_TH = layer(x_TH, addend_TH, rope, layout, index)
+        return self.final_norm(x_TH, addend_TH, self.norm)
 
     def logits(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Map one sequence of ids [T] to logits [T, V]. For inspection and tests: training never materialises them."""

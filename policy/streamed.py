@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from thresher.policy.layers import Layer, Layout
 from thresher.policy.model import Policy
 
-ROOMS = 2  # layers of a type on the device at once
+BUFFERS = 2  # layers of a type on the device at once
 
 
 class StreamedPolicy:
@@ -33,23 +33,23 @@ class StreamedPolicy:
             for parameter in policy.parameters():
                 parameter.data = parameter.data.pin_memory()
         self._layers = list(policy.decoder_layers())
-        # The layers of each type alternate between the rooms of that type.
+        # The layers of each type alternate between the buffers of that type.
         self._place: list[int] = []
-        self._rooms: list[Layer] = []
+        self._buffers: list[Layer] = []
         places: dict[type[Layer], list[int]] = {}
         for number, layer in zip(policy.numbers, self._layers, strict=True):
             mine = places.setdefault(type(layer), [])
-            if len(mine) < ROOMS:
-                mine.append(len(self._rooms))
-                self._rooms.append(deepcopy(layer).to(self.device))
-            self._place.append(mine[number % ROOMS])
+            if len(mine) < BUFFERS:
+                mine.append(len(self._buffers))
+                self._buffers.append(deepcopy(layer).to(self.device))
+            self._place.append(mine[number % BUFFERS])
         self._norm = policy.norm.to(self.device)
-        self._copied: list[torch.cuda.Event | None] = [None] * len(self._rooms)
-        self._used: list[torch.cuda.Event | None] = [None] * len(self._rooms)
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._buffers)
+        self._used: list[torch.cuda.Event | None] = [None] * len(self._buffers)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of the policy that are on the device."""
-        for layer in self._rooms:
+        for layer in self._buffers:
             yield from layer.parameters()
         yield self._norm
 
@@ -66,34 +66,34 @@ class StreamedPolicy:
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Map packed ids [T] int64 and their positions to hidden states after the last norm [T, H]."""
         rope = self.policy.rope(positions_T)
-        x_TH, more_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
+        x_TH, addend_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
         self._copy(0)
         for index in range(len(self._layers)):
             layer = self._wait_for(index)
             if index + 1 < len(self._layers):
                 self._copy(index + 1)
-            x_TH, more_TH = layer(x_TH, more_TH, rope, layout, self.policy.numbers[index])
+            x_TH, addend_TH = layer(x_TH, addend_TH, rope, layout, self.policy.numbers[index])
             if self._copies is not None:
                 self._used[self._place[index]] = torch.cuda.current_stream(self.device).record_event()
-        return self.policy.final_norm(x_TH, more_TH, self._norm)
+        return self.policy.final_norm(x_TH, addend_TH, self._norm)
 
     def _copy(self, index: int) -> None:
-        """Start to copy a layer into the room of the second previous layer of its type."""
+        """Start to copy a layer into the buffer of the second previous layer of its type."""
         place = self._place[index]
-        pairs = zip(self._rooms[place].parameters(), self._layers[index].parameters(), strict=True)
+        pairs = zip(self._buffers[place].parameters(), self._layers[index].parameters(), strict=True)
         if self._copies is None:
-            for room, parameter in pairs:
-                room.copy_(parameter)
+            for buffer, parameter in pairs:
+                buffer.copy_(parameter)
             return
         with torch.cuda.stream(self._copies):
             if (used := self._used[place]) is not None:
                 self._copies.wait_event(used)
-            for room, parameter in pairs:
-                room.copy_(parameter, non_blocking=True)
+            for buffer, parameter in pairs:
+                buffer.copy_(parameter, non_blocking=True)
             self._copied[place] = self._copies.record_event()
 
     def _wait_for(self, index: int) -> Layer:
         place = self._place[index]
         if (copied := self._copied[place]) is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-        return self._rooms[place]
+        return self._buffers[place]

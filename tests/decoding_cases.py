@@ -70,7 +70,7 @@ def turns_of(record: Record) -> Record:
 
 
 def make_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> Decoder:
-    sizes = {"num_blocks": 400, "page_size": 16, "max_running": 64, **changes}
+    sizes = {"num_blocks": 400, "block_size": 16, "max_running": 64, **changes}
     return Decoder(policy, tokenizer, **sizes)
 
 

@@ -398,7 +398,7 @@ def test_what_a_step_launches_and_where_the_host_waits(
         return len(inner) + sum(inner)
 
     load, launch = (Counted(monkeypatch, BucketStep, name) for name in ("load", "launch"))
-    backward = Counted(monkeypatch, Updater, "_backward", runs)
+    backward = Counted(monkeypatch, Updater, "_train_micro_batch", runs)
     train(make("cuda"), tmp_path / "run")
     assert waits("engine/decoding/") == DECODING_WAITS
     replayed = [call for call in launch.calls if call["replays"] and not call["captures"]]

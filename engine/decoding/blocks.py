@@ -1,10 +1,10 @@
 """Bookkeeping of the blocks of the KV cache: their owners, and the tokens whose keys and values they hold. No tensors.
 
-A sequence owns a list of blocks of `page_size` slots, and several sequences may own the same block. A tree has one node
-per block. It records which tokens, counted from the start of the sequence, a block holds, so that a sequence with the
-same prefix can reuse the blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full. If only the
-first slots of a block agree, the new sequence gets a copy of it. A model whose layers have states can continue only
-where a state was kept: a node records after which of its tokens there are snapshots, and `match_state` replaces
+A sequence owns a list of blocks of `block_size` tokens, and several sequences may own the same block. A tree has one
+node per block. It records which tokens, counted from the start of the sequence, a block holds, so that a sequence with
+the same prefix can reuse the blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full. If only
+the first tokens of a block agree, the new sequence gets a copy of it. A model whose layers have states can continue
+only where a state was kept: a node records after which of its tokens there are snapshots, and `match_state` replaces
 `match_prefix`. Blocks without an owner keep their content until they are needed; the block that was freed first is
 evicted first. Block 0 has no owner: padding rows of a batch are written there.
 
@@ -59,8 +59,8 @@ class Prefix:
 class BlockPool:
     """Pool of a fixed number of blocks and snapshots of states. Which of them it returns changes no result."""
 
-    def __init__(self, num_blocks: int, page_size: int, snapshots: int = 0) -> None:
-        self.page_size = page_size
+    def __init__(self, num_blocks: int, block_size: int, snapshots: int = 0) -> None:
+        self.block_size = block_size
         self.num_blocks = num_blocks
         self.ref_count_P = np.zeros(num_blocks, np.int64)
         self._roots: dict[int, RadixNode] = {}
@@ -85,7 +85,7 @@ class BlockPool:
         return self.root_of(0)
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+        return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> Ints:
         """Return `count` new blocks with one owner each. RuntimeError if fewer are available."""
@@ -121,7 +121,7 @@ class BlockPool:
         found = Prefix([], self.root_of(version))
         at = 0
         while at < most:
-            want = list(ids[at : min(at + self.page_size, most)])
+            want = list(ids[at : min(at + self.block_size, most)])
             best, agreed = None, 0
             for node in found.last.children.get(want[0], ()):
                 same = _agreement(node.tokens, want)
@@ -133,7 +133,7 @@ class BlockPool:
             if not best.ready:
                 found.wait = whole
                 break
-            if agreed < self.page_size:
+            if agreed < self.block_size:
                 found.tail, found.tail_tokens = best.block, agreed
                 break
             found.blocks.append(best.block)
@@ -149,17 +149,17 @@ class BlockPool:
         stack: list[tuple[RadixNode, int, list[int]]] = [(root, 0, [])]
         while stack:
             node, at, blocks = stack.pop()
-            want = list(ids[at : min(at + self.page_size, most)])
+            want = list(ids[at : min(at + self.block_size, most)])
             for child in node.children.get(want[0], ()) if want else ():
                 same = _agreement(child.tokens, want) if child.ready else 0
                 offset = max((end for end in child.snapshots if end <= same), default=0)
                 if offset and at + offset > reach:
                     reach, snapshot = at + offset, child.snapshots[offset]
-                    if offset == self.page_size:
+                    if offset == self.block_size:
                         found = Prefix([*blocks, child.block], child, snapshot=snapshot)
                     else:
                         found = Prefix(blocks, node, child.block, offset, snapshot=snapshot)
-                if same == self.page_size:
+                if same == self.block_size:
                     stack.append((child, at + same, [*blocks, child.block]))
         if found.snapshot is not None:
             self._snapshots.move_to_end(found.snapshot)
@@ -170,13 +170,13 @@ class BlockPool:
         None if the tree does not hold these tokens, or if there are no snapshots."""
         node, at = self.root_of(version), 0
         while at < len(ids):
-            want = list(ids[at : at + self.page_size])
+            want = list(ids[at : at + self.block_size])
             fits = (x for x in node.children.get(want[0], ()) if x.ready and x.tokens[: len(want)] == want)
             child = next(fits, None)
             if child is None:
                 return None
             node, at = child, at + len(want)
-        offset = (len(ids) - 1) % self.page_size + 1
+        offset = (len(ids) - 1) % self.block_size + 1
         if node.parent is None or not (self._free_snapshots or self._snapshots):
             return None
         if offset in node.snapshots:
@@ -199,8 +199,8 @@ class BlockPool:
         """Insert ids[start:] into the tree after the node `after`; return their nodes, in order. blocks: all blocks of
         the sequence. A node that already exists with another block keeps that block."""
         path = []
-        for at in range(start, len(ids), self.page_size):
-            tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
+        for at in range(start, len(ids), self.block_size):
+            tokens, block = list(ids[at : at + self.block_size]), blocks[at // self.block_size]
             node = self._child(after, tokens, block)
             if node is None:
                 node = RadixNode(block, tokens, after, ready)

@@ -92,7 +92,7 @@ class Decoder:
         tokenizer: Tokenizer,
         *,
         num_blocks: int,
-        page_size: int,
+        block_size: int,
         max_running: int,
         reuse: bool = True,
         share_prefix: bool = True,
@@ -100,7 +100,7 @@ class Decoder:
     ) -> None:
         self.policy, self.reuse, self.share_prefix = policy, reuse, share_prefix
         self.vocab_size = tokenizer.vocab_size  # the head may be wider
-        self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
+        self.num_blocks, self.block_size, self.max_running = num_blocks, block_size, max_running
         # Look-ups of drafts read the slots' ids on the host.
         self.speculate: Speculate = speculate if self.launches_ahead or policy.device.type == "cpu" else 0
         self.has_states = policy.config.delta_layers > 0
@@ -111,7 +111,7 @@ class Decoder:
         self.head_VH: torch.Tensor | None = None
         self.stops = StopTables(tokenizer, policy.config.eos_token_ids, policy.device)
         self._open_cache()
-        self._start_over(self.page_size, DecodeClock())
+        self._start_over(self.block_size, DecodeClock())
 
     def held(self) -> list[torch.Tensor]:
         """Return the cache's tensors; an empty list if there is no cache now."""
@@ -134,13 +134,13 @@ class Decoder:
         self.head_VH = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
         snapshots = self.snapshots if self.has_states else None
         self.scheduler = start_scheduler(
-            self.num_blocks, self.page_size, longest, self.max_running, self.reuse, snapshots, kept
+            self.num_blocks, self.block_size, longest, self.max_running, self.reuse, snapshots, kept
         )
-        self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
+        self.pool, blocks = self.scheduler.pool, -(-longest // self.block_size)
         self.batch = self._make_batch(longest, blocks)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
-        self._timers: list[tuple[CudaTimer, float]] = []  # of forwards, not yet read; the share of prefill in each
+        self._timers: list[tuple[DeviceTimer, float]] = []  # of forwards, not yet read; the share of prefill in each
         self._sequence_in: dict[int, TokenSequence] = {}
         self._slots_N: Ints | None = None  # of the running sequences, by age; None: outdated
         self._prefilling: list[TokenSequence] = []
@@ -158,7 +158,7 @@ class Decoder:
     def _open_cache(self) -> None:
         policy = self.policy
         if self.cache is None:
-            sizes = self.num_blocks, self.page_size
+            sizes = self.num_blocks, self.block_size
             self.cache = PagedKV(policy.config, *sizes, policy.dtype, policy.device, self._make_states())
 
     def _make_states(self) -> DeltaStates | None:
@@ -262,7 +262,7 @@ class Decoder:
         started, self._busy = time.perf_counter(), 0.0
         self._admit()
         self._look_up_drafts()
-        runs = self._make_room()
+        runs = self._schedule_rows()
         hidden_TH = self._forward(runs)
         self._finish_prefills(runs, hidden_TH)
         ended = self._read_scores(self._score(runs, hidden_TH))
@@ -314,12 +314,12 @@ class Decoder:
             assert self.cache is not None and self.cache.states is not None
             self.cache.states.save(sequence.slot if slot is None else slot, len(ids), number)
 
-    def _make_room(self) -> QueryRuns:
+    def _schedule_rows(self) -> QueryRuns:
         """Return the rows to feed for each running sequence in this step, and allocate blocks for them. The youngest
         sequences are preempted while there are too few blocks."""
         while True:
             runs = self._runs()
-            wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.batch.blocks_B[runs.table_N]
+            wanted_N = -(-(runs.start_N + runs.count_N) // self.block_size) - self.batch.blocks_B[runs.slot_N]
             wanted_N = np.maximum(wanted_N, 0)
             blocks = self.scheduler.allocate(int(wanted_N.sum()))
             if blocks is not None:
@@ -329,7 +329,7 @@ class Decoder:
             self._leave(self.scheduler.preempt(), keep=True)
             self.clock.preemptions += 1
         if len(blocks):
-            self.batch.extend(runs.table_N, wanted_N, blocks)
+            self.batch.extend(runs.slot_N, wanted_N, blocks)
         return runs
 
     def _give_way(self) -> bool:
@@ -379,10 +379,10 @@ class Decoder:
             return None
         assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.batch.table_BP, runs, share=self.share_prefix)
-        with CudaTimer(self.policy.device) as lap:
+        with DeviceTimer(self.policy.device) as lap:
             ids_T = self.batch.tokens_BL[step.slot_T, step.positions_T]
             hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
-        self.batch.cached_B[runs.table_N] += runs.count_N
+        self.batch.cached_B[runs.slot_N] += runs.count_N
         self._busy += lap.host
         prefilled = self._count_prefilled(runs)
         self._timers.append((lap, prefilled / rows))  # the time of a mixed forward is divided by rows
@@ -394,7 +394,7 @@ class Decoder:
     def _count_prefilled(self, runs: QueryRuns) -> int:
         if not self._prefilling:
             return 0
-        count_of = dict(zip(runs.table_N.tolist(), runs.count_N.tolist(), strict=True))
+        count_of = dict(zip(runs.slot_N.tolist(), runs.count_N.tolist(), strict=True))
         for sequence in self._prefilling:
             sequence.prefilled += count_of.get(sequence.slot, 0)
         return sum(count_of.get(sequence.slot, 0) for sequence in self._prefilling)
@@ -409,7 +409,7 @@ class Decoder:
             if cached >= len(prompt.ids):
                 prompt.filling = False
             if self.reuse and prompt.waiting and cached == len(sequence.ids) == len(prompt.ids):
-                (run,) = np.flatnonzero(runs.table_N == sequence.slot)
+                (run,) = np.flatnonzero(runs.slot_N == sequence.slot)
                 assert hidden_TH is not None
                 # A copy, because a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
@@ -433,7 +433,7 @@ class Decoder:
         found: dict[float, list[tuple[TokenSequence, Ints]]] = {}
         row_N = np.cumsum(runs.count_N) - runs.count_N
         for sequence in self._scoring:
-            for run in np.flatnonzero(runs.table_N == sequence.slot):
+            for run in np.flatnonzero(runs.slot_N == sequence.slot):
                 if runs.start_N[run] + runs.count_N[run] == sequence.keep_at:
                     self.keep_states(sequence)
                 # A row predicts the next id.
@@ -450,11 +450,11 @@ class Decoder:
     ) -> Scores:
         """Launch log-probs at one temperature. some: sequences with rows, slots and positions of their ids, [3, R]."""
         assert hidden_TH is not None and self.head_VH is not None
-        with CudaTimer(self.policy.device) as lap:
+        with DeviceTimer(self.policy.device) as lap:
             row_R, slot_R, place_R = to_device(np.concatenate([at for _, at in some], 1), self.policy.device)
             rows_RH, ids_R = hidden_TH[row_R].to(self.head_VH.dtype), self.batch.tokens_BL[slot_R, place_R]
             # They are checked for finite values after they have been read.
-            logprobs_R, _ = token_logprobs(rows_RH, self.head_VH, ids_R, temperature=temperature, late=[])
+            logprobs_R, _ = token_logprobs(rows_RH, self.head_VH, ids_R, temperature=temperature, defer_checks_to=[])
             cuda = logprobs_R.is_cuda
             received_R = torch.empty(logprobs_R.shape, dtype=logprobs_R.dtype, pin_memory=cuda)
             received_R.copy_(logprobs_R, non_blocking=True)
@@ -507,7 +507,7 @@ class Decoder:
         """Draw a token for every sequence that is in a turn and completely fed, and one more for each accepted draft.
         Return the sequences whose turn has ended."""
         batch = self.batch
-        fed_N = runs.table_N
+        fed_N = runs.slot_N
         due_N = batch.cached_B[fed_N] == batch.known_B[fed_N] + batch.drafted_B[fed_N]
         due_N &= batch.room_B[fed_N] > 0
         slot_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
@@ -525,7 +525,7 @@ class Decoder:
         if not len(slot_N):
             return []
         self.clock.count_step(len(slot_N), self.max_running)
-        with CudaTimer(self.policy.device) as lap:
+        with DeviceTimer(self.policy.device) as lap:
             code_N, taken_N = self._sample_rows(torch.cat(hidden), slot_N, drafted_N)
         self._check_finite(code_N)
         self._timers.append((lap, 0.0))
@@ -606,7 +606,7 @@ class Scores(NamedTuple):
         return [(sequence, part.tolist()) for (sequence, _), part in zip(self.counts, parts, strict=True)]
 
 
-class CudaTimer:
+class DeviceTimer:
     """Timer of the work that a `with` block launches.
 
     host: seconds until all of it was launched. seconds(): duration of the work, on CUDA measured by two events on its
@@ -620,7 +620,7 @@ class CudaTimer:
         cuda = device.type == "cuda"
         self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else ()
 
-    def __enter__(self) -> CudaTimer:
+    def __enter__(self) -> DeviceTimer:
         for event in self._events[:1]:
             event.record()
         self.host -= time.perf_counter()
@@ -646,7 +646,7 @@ class DecodeClock:
     """Time spent in decoding, in seconds, and counts of the work done.
 
     prefill, decode: of the forwards; draws count as `decode`. host: in the decoder's own Python code around them. On
-    CUDA the first two are measured on the GPU (`CudaTimer`), which works in parallel with the host, so the three may
+    CUDA the first two are measured on the GPU (`DeviceTimer`), which works in parallel with the host, so the three may
     add up to more than the elapsed time, `total`. rest: see the property. prefilled_tokens: rows of prompts and of
     appended text, recomputed ones included. shared_tokens: rows that another sequence had computed. discarded_tokens:
     tokens drawn for a turn that had ended. drafted_tokens: drafts that were fed. accepted_tokens: drafts that were
@@ -682,7 +682,7 @@ class DecodeClock:
         idle."""
         return max(self.total - self.decode - self.prefill, 0.0)
 
-    def add(self, laps: Iterable[tuple[CudaTimer, float]]) -> None:
+    def add(self, laps: Iterable[tuple[DeviceTimer, float]]) -> None:
         """Add the time of finished forwards and draws, each with its share of prefill."""
         for lap, prefilled in laps:
             seconds = lap.seconds()

@@ -46,8 +46,8 @@ from thresher.engine.decoding.batch_state import (
     to_pinned,
 )
 from thresher.engine.decoding.blocks import BlockPool
-from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, Scores, states_bytes
-from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
+from thresher.engine.decoding.decoder import FORWARD_ROWS, DecodeClock, Decoder, DeviceTimer, Scores, states_bytes
+from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_block_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
@@ -122,7 +122,7 @@ class DeviceDecoder(Decoder):
         self._stops_version = 0
         self._last_batch: BatchState | None = None
         super().__init__(policy, tokenizer, **options)
-        check_page_size(self.page_size)
+        check_block_size(self.block_size)
         self.wanted_blocks = self.num_blocks
 
     def end(self, keep: bool = False) -> None:
@@ -150,7 +150,7 @@ class DeviceDecoder(Decoder):
         policy = self.policy
         if self.cache is None:
             self.num_blocks = self._planned_blocks()
-            sizes = self.num_blocks, self.page_size
+            sizes = self.num_blocks, self.block_size
             self.cache = DeviceKV(policy.config, *sizes, policy.dtype, policy.device, self._make_states())
         self.keeps = policy.device.type != "cuda" or self._has_room()
 
@@ -203,7 +203,7 @@ class DeviceDecoder(Decoder):
         free = torch.cuda.mem_get_info(device)[0] + reserved
         config, item = self.policy.config, self.policy.dtype.itemsize
         states = states_bytes(config, item, self.max_running, self.ring)
-        a_block = max(PagedKV.bytes_needed(config, 1, self.page_size, item), 1)
+        a_block = max(PagedKV.bytes_needed(config, 1, self.block_size, item), 1)
         return max(min(self.wanted_blocks, (int(KV_SHARE * free) - states) // a_block), 1)
 
     @property
@@ -221,15 +221,15 @@ class DeviceDecoder(Decoder):
         self._new_ids, self._ended = [], []
         self._admit()
         self._look_up_drafts()
-        runs = self._make_room()
-        decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
+        runs = self._schedule_rows()
+        decodes = self.batch.known_B[runs.slot_N] == self.batch.cached_B[runs.slot_N] + 1
         new = runs[np.flatnonzero(~decodes)]
         scores, self._scores = self._scores, []
         if self.takes_text or not decodes.any() or new.count_N.sum() > FEW_ROWS:
             self._prefill(new)
         self._mark_prefilled()
         self._steps_begun += 1
-        before, self._pending = self._pending, self._launch(runs.table_N[decodes])
+        before, self._pending = self._pending, self._launch(runs.slot_N[decodes])
         self._receive(before)
         self._ended += self._read_scores(scores)
         self.clock.host += time.perf_counter() - started - self._busy
@@ -286,11 +286,11 @@ class DeviceDecoder(Decoder):
 
     def _prefill(self, runs: QueryRuns) -> None:
         """Compute keys and values of new rows, and log-probs of scored ids. Nothing is drawn."""
-        if not len(runs.table_N):
+        if not len(runs.slot_N):
             return
         rows = int(runs.count_N.sum())
         step = self._prefill_step_for(rows, runs)
-        with CudaTimer(self.policy.device) as lap:
+        with DeviceTimer(self.policy.device) as lap:
             if step is None:
                 eager = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
                 ids_T = self.batch.tokens_BL[eager.slot_T, eager.positions_T]
@@ -299,7 +299,7 @@ class DeviceDecoder(Decoder):
                 step.load(runs)
                 step.play()
                 hidden_TH = step.hidden_TH
-        self.batch.cached_B[runs.table_N] += runs.count_N
+        self.batch.cached_B[runs.slot_N] += runs.count_N
         self._count_prefilled(runs)
         self.clock.prefilled_tokens += rows
         self.clock.forward_rows += rows
@@ -314,7 +314,7 @@ class DeviceDecoder(Decoder):
         size = next((size for size in PREFILL_ROWS if rows <= size), None)
         if self.has_states:
             return None  # the steps of such layers depend on the runs' lengths
-        if size is None or size * self._weights > PREFILL_WORK or len(runs.table_N) > PREFILL_RUNS:
+        if size is None or size * self._weights > PREFILL_WORK or len(runs.slot_N) > PREFILL_RUNS:
             return None
         if self.fresh is not None and not runs.start_N.any():
             return None
@@ -339,11 +339,11 @@ class DeviceDecoder(Decoder):
         table_NP, prefix = batch.table_BP[slot_N], None
         if self.share_prefix:
             # The prefix ends before the first new row, whose block belongs to its sequence.
-            blocks_N = np.minimum(batch.prompt_B[slot_N], batch.cached_B[slot_N]) // self.page_size
-            prefix = shared_prefixes(table_NP, blocks_N, self.page_size)
+            blocks_N = np.minimum(batch.prompt_B[slot_N], batch.cached_B[slot_N]) // self.block_size
+            prefix = shared_prefixes(table_NP, blocks_N, self.block_size)
         step = self._step_for(bucket_of(len(slot_N)), drafts, prefix is not None)
         step.load(slot_N, batch.cached_B[slot_N], table_NP, prefix, batch.drafts_of(slot_N, drafts), drafted_N)
-        with CudaTimer(self.policy.device) as lap:
+        with DeviceTimer(self.policy.device) as lap:
             rows = step.launch()
         self._busy += lap.host
         laps, self._timers = [*self._timers, (lap, 0.0)], []
@@ -451,7 +451,7 @@ class PendingStep:
     alive_N: Bools
     room_N: Ints
     rows: DrawnRows
-    laps: list[tuple[CudaTimer, float]]
+    laps: list[tuple[DeviceTimer, float]]
 
     @property
     def drafts(self) -> bool:
@@ -526,11 +526,11 @@ class PrefillStep(StaticStep):
         """Copy the inputs to the device. Padding rows belong to no run, and their keys are not stored."""
         numbers = np.zeros(sum(self.sizes), np.int32)
         rows_4T, about_3N, table_NP = (x.numpy() for x in self.views(torch.from_numpy(numbers)))
-        rows, count = int(runs.count_N.sum()), len(runs.table_N)
+        rows, count = int(runs.count_N.sum()), len(runs.slot_N)
         rows_4T[0], rows_4T[2] = self.batch.spare, -1
         rows_4T[:, :rows] = prefill_rows(self.batch.table_BP, runs, self.cache.block_size)
         about_3N[:, :count] = np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N
-        table_NP[:count] = self.batch.table_BP[runs.table_N]
+        table_NP[:count] = self.batch.table_BP[runs.slot_N]
         self.sent.copy_(to_pinned(numbers, self.policy.device), non_blocking=True)
 
     def run(self) -> None:

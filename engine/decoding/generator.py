@@ -201,7 +201,7 @@ class Generator:
                 self.tokenizer,
                 self.attention,
                 num_blocks=1 + max(blocks, 1),
-                page_size=BLOCK,
+                block_size=BLOCK,
                 max_running=running,
                 share_prefix=self.share_prefix,
                 speculate=self.speculate,

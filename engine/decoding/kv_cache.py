@@ -35,10 +35,10 @@ from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 
 
-def check_page_size(page_size: int) -> None:
+def check_block_size(block_size: int) -> None:
     """Raise UserError for a number of slots that softmax would treat differently (paged_cpu.py, SLOT_STEP)."""
-    if page_size < 1 or page_size % SLOT_STEP:
-        raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+    if block_size < 1 or block_size % SLOT_STEP:
+        raise UserError(f"rollout.kv_block_size is {block_size}; expected a multiple of {SLOT_STEP}, such as 64")
 
 
 class DeltaStates:
@@ -93,7 +93,7 @@ class DeltaStates:
     def runs(self, runs: QueryRuns, rows: int, device: torch.device, last_only: bool = False) -> DeltaRuns:
         """Return the layout of a step's runs, with `rows` rows including padding. last_only: as in `delta_runs`."""
         sizes = self.ring, self.width
-        return delta_runs(runs.table_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device, last_only)
+        return delta_runs(runs.slot_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device, last_only)
 
     def _places(self, tokens: int) -> list[int]:
         """Return the places in the ring of the last W - 1 rows before position `tokens`."""
@@ -112,9 +112,9 @@ class DeltaStates:
 class _KVCache:
     """Keys and values of all attention layers, in blocks of `block_size` slots, and states of layers with states."""
 
-    def __init__(self, page_size: int, states: DeltaStates | None) -> None:
-        check_page_size(page_size)
-        self.block_size, self.states = page_size, states
+    def __init__(self, block_size: int, states: DeltaStates | None) -> None:
+        check_block_size(block_size)
+        self.block_size, self.states = block_size, states
         self.blocks: list[torch.Tensor] = []  # keys and values, [layers, blocks, ..]
 
     @property
@@ -134,24 +134,24 @@ class PagedKV(_KVCache):
         self,
         config: ModelConfig,
         num_blocks: int,
-        page_size: int,
+        block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         states: DeltaStates | None = None,
     ) -> None:
-        super().__init__(page_size, states)
+        super().__init__(block_size, states)
         layers, kv_heads, dim = config.attention_layers, config.num_key_value_heads, config.head_dim
-        tile = row_tile(dim, page_size, dtype, torch.device(device))
-        self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
+        tile = row_tile(dim, block_size, dtype, torch.device(device))
+        self.shape = CacheShape(config.num_attention_heads, kv_heads, block_size, tile)
         # Zeros, not empty: masked slots are multiplied by an exact 0, and NaN times 0 would stay NaN.
-        self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
-        self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)
+        self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, block_size, dtype=dtype, device=device)
+        self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device)
         self.blocks = [self.k_LPKDS, self.v_LPKSD]
 
     @staticmethod
-    def bytes_needed(config: ModelConfig, num_blocks: int, page_size: int, item_size: int) -> int:
+    def bytes_needed(config: ModelConfig, num_blocks: int, block_size: int, item_size: int) -> int:
         per_token = 2 * config.attention_layers * config.num_key_value_heads * config.head_dim
-        return per_token * num_blocks * page_size * item_size
+        return per_token * num_blocks * block_size * item_size
 
 
 class PagedStep:
@@ -163,7 +163,7 @@ class PagedStep:
 
     def __init__(self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: QueryRuns, *, share: bool = True) -> None:
         self.cache = cache
-        size, device = cache.shape.slots, cache.k_LPKDS.device
+        size, device = cache.shape.block_size, cache.k_LPKDS.device
         rows_4T = prefill_rows(table_BP, runs, size)
         self.rows = rows_4T.shape[1]
         filling_4T = np.zeros((4, -self.rows % ROW_MULTIPLE), rows_4T.dtype)
@@ -192,13 +192,13 @@ class DeviceKV(_KVCache):
         self,
         config: ModelConfig,
         num_blocks: int,
-        page_size: int,
+        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         states: DeltaStates | None = None,
     ) -> None:
-        super().__init__(page_size, states)
-        shape = (config.attention_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
+        super().__init__(block_size, states)
+        shape = (config.attention_layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
         # Not filled: the kernels read no slot that was not written.
         self.k_LPKSD, self.v_LPKSD = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         self.blocks = [self.k_LPKSD, self.v_LPKSD]
@@ -207,7 +207,7 @@ class DeviceKV(_KVCache):
 def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
     """Return the slot, position, block and offset in the block of each new row, [4, T]."""
     position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
-    slot_T = np.repeat(runs.table_N, runs.count_N)
+    slot_T = np.repeat(runs.slot_N, runs.count_N)
     number_T, offset_T = np.divmod(position_T, block_size)
     return np.stack([slot_T, position_T, table_BP[slot_T, number_T], offset_T])
 
@@ -233,15 +233,15 @@ class DeviceStep:
         blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.block_size + 1
         rows = prefill_rows(table_BP, runs, cache.block_size)
         about = np.stack([np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N])
-        numbers = np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()])
+        numbers = np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.slot_N, :blocks].ravel()])
         sent = to_device(numbers.astype(np.int32), device)
-        count = len(runs.table_N)
+        count = len(runs.slot_N)
         rows_4T, about_3N, table = sent.split([rows.size, about.size, count * blocks])
         self.slot_T, self.positions_T, self.block_T, self.offset_T = rows_4T.view(4, -1)
         row_N, start_N, count_N = about_3N.view(3, count)
         self.rows = PrefillRows(table.view(count, blocks), row_N, start_N, count_N, int(runs.count_N.max()))
         if cache.states is not None:
-            packed = QueryRuns(runs.table_N, runs.start_N, runs.count_N, about[0])
+            packed = QueryRuns(runs.slot_N, runs.start_N, runs.count_N, about[0])
             self.delta_runs = cache.states.runs(packed, len(self.slot_T), device, last_only=True)
             self.delta_plan = ChunkPlan([0, *np.cumsum(runs.count_N).tolist()], None, device)
 

@@ -149,7 +149,8 @@ class Scheduler:
         self._number = 0
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Queue a new sequence, or one that was preempted between two turns and now has a turn."""
+        """Queue a sequence: a new one, one that is preempted in its turn, or one that was preempted between two turns
+        and now has a turn."""
         if sequence.number < 0:
             sequence.number = self._number
             sequence.prompt.waiting += 1
@@ -186,10 +187,10 @@ class Scheduler:
         shared = prefix.blocks
         self.pool.add_ref(shared)
         blocks = [*shared, *self.pool.allocate(count).tolist()]
-        cached = len(shared) * self.pool.page_size + prefix.tail_tokens
+        cached = len(shared) * self.pool.block_size + prefix.tail_tokens
         if cached < len(sequence.ids):
             sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
-        sequence.node, sequence.node_end = prefix.last, len(shared) * self.pool.page_size
+        sequence.node, sequence.node_end = prefix.last, len(shared) * self.pool.block_size
         if self.reuse:
             self._remember(sequence, sequence.ids, blocks, ready=False)
         copy = None if prefix.tail is None else (prefix.tail, blocks[len(shared)])
@@ -232,17 +233,17 @@ class Scheduler:
 
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
         """Record in the pool's tree which tokens the sequence's blocks hold or are about to hold."""
-        page_size = self.pool.page_size
+        block_size = self.pool.block_size
         if sequence.node is None or not self.pool.contains(sequence.node) or sequence.node_end > len(ids):
             sequence.node, sequence.node_end = self.pool.root_of(sequence.version), 0
         path = self.pool.insert(ids, blocks, sequence.node, sequence.node_end, ready)
         for number, node in enumerate(path):
-            end = min(sequence.node_end + (number + 1) * page_size, len(ids))
-            if not node.ready and node.block == blocks[(end - 1) // page_size]:
+            end = min(sequence.node_end + (number + 1) * block_size, len(ids))
+            if not node.ready and node.block == blocks[(end - 1) // block_size]:
                 sequence.unready.append((node, end))
-        full = len(ids) // page_size * page_size
+        full = len(ids) // block_size * block_size
         if full > sequence.node_end:
-            sequence.node = path[(full - sequence.node_end) // page_size - 1]
+            sequence.node = path[(full - sequence.node_end) // block_size - 1]
             sequence.node_end = full
 
     def preempt(self) -> TokenSequence:

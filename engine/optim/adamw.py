@@ -25,7 +25,7 @@ AT_A_TIME = 1 << 22  # values stepped at once, in whole rows: 16 MiB in float32
 BLOCK = 256  # values per scale
 DECADES = 7
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, and whether it has a sign
-ROOMS = 3  # buffers for parts on a GPU: one is filled, one stepped, one emptied
+BUFFERS = 3  # buffers for parts on a GPU: one is filled, one stepped, one emptied
 
 
 class PartwiseAdamW(torch.optim.Optimizer):
@@ -131,26 +131,26 @@ def travelling(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Itera
     """Yield each part, a few tensors, on `device`, and store the caller's changes.
 
     Tensors that are on the device already are yielded themselves. From pinned CPU memory to CUDA each part goes through
-    one of ROOMS buffers: while one is stepped, the next is copied in and the previous one out, on two additional
+    one of BUFFERS buffers: while one is stepped, the next is copied in and the previous one out, on two additional
     streams. At the end everything is stored.
     """
     if all(tensor.device.type == device.type for part in parts for tensor in part):
         yield from parts
         return
     size = max(sum(_aligned(tensor) for tensor in part) for part in parts)
-    rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
     work = torch.cuda.current_stream(device)
     coming, going = torch.cuda.Stream(device), torch.cuda.Stream(device)
     coming.wait_stream(work)  # earlier work on the buffers' memory may still run
     emptied: list[torch.cuda.Event] = []
 
     def fill(number: int) -> tuple[list[Tensor], torch.cuda.Event]:
-        room, views, at = rooms[number % ROOMS], list[Tensor](), 0
+        buffer, views, at = buffers[number % BUFFERS], list[Tensor](), 0
         with torch.cuda.stream(coming):
-            if number >= ROOMS:
-                coming.wait_event(emptied[number - ROOMS])
+            if number >= BUFFERS:
+                coming.wait_event(emptied[number - BUFFERS])
             for tensor in parts[number]:
-                views.append(room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                views.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
                 views[-1].copy_(tensor, non_blocking=True)
                 at += _aligned(tensor)
             return views, coming.record_event()

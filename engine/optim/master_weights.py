@@ -32,7 +32,7 @@ from thresher.engine.config.sections import OptimSection
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.policy.model import Policy
 
-STRETCH = 1 << 24  # values copied at a time
+COPY_CHUNK = 1 << 24  # values copied at a time
 
 
 class TrainedWeights:
@@ -89,18 +89,19 @@ class MasterWeights(TrainedWeights):
     """Master weights of `policy`, which itself samples in the rollout.
 
     master: a policy with the same parameters; None: `policy` is its own master, because it computes in float32 or only
-    its adapters are trained. apart: the two are in different memories; with both on a CPU the same copies are made, and
-    the bits are the same.
+    its adapters are trained. Then autograd and the loss write the gradients of `policy` itself, and `add_gradients`,
+    `complete` and `refresh` do nothing. offloaded: the two are in different memories; with both on a CPU the same
+    copies are made, and the bits are the same.
     """
 
-    def __init__(self, policy: Policy, master: Policy | None = None, apart: bool = False) -> None:
+    def __init__(self, policy: Policy, master: Policy | None = None, offloaded: bool = False) -> None:
         self.master = policy if master is None else master
         super().__init__(policy, policy, self.master)
         self.head_VH = self.master.head_VH
-        self.apart = apart and self.master is not policy
+        self.offloaded = offloaded and self.master is not policy
         self._head_grad: Tensor | None = None
         self._pinned = policy.device.type == "cuda"
-        size = STRETCH if self.apart else 0
+        size = COPY_CHUNK if self.offloaded else 0
         self._buffers = [torch.empty(size, dtype=policy.dtype, pin_memory=self._pinned) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]  # last copy from or to each buffer
 
@@ -108,7 +109,7 @@ class MasterWeights(TrainedWeights):
         head_VH = self.head_VH
         if not head_VH.requires_grad:
             return None
-        if self.apart:
+        if self.offloaded:
             if self._head_grad is None:
                 self._head_grad = torch.zeros_like(head_VH, device=self.policy.device)
             return self._head_grad
@@ -118,21 +119,21 @@ class MasterWeights(TrainedWeights):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        apart: list[tuple[Tensor, Tensor, bool]] = []
+        copied: list[tuple[Tensor, Tensor, bool]] = []
         for parameter, trained in self._pairs():
             grad, parameter.grad = parameter.grad, None
             if grad is None:
                 continue
             if trained is self.head_VH and self._head_grad is not None:
                 self._head_grad.add_(grad)  # a tied embedding's share
-            elif not self.apart:
+            elif not self.offloaded:
                 trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad)
             else:
                 first = trained.grad is None
                 if trained.grad is None:
                     trained.grad = torch.empty_like(trained)
-                apart.append((grad, trained.grad, first))
-        self._add_apart(apart)
+                copied.append((grad, trained.grad, first))
+        self._add_offloaded(copied)
 
     def complete(self) -> None:
         if self._head_grad is not None:
@@ -144,8 +145,8 @@ class MasterWeights(TrainedWeights):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        if self.apart:
-            self._copy_apart((trained, parameter) for parameter, trained in self._pairs())
+        if self.offloaded:
+            self._copy_offloaded((trained, parameter) for parameter, trained in self._pairs())
             return
         for parameter, trained in self._pairs():
             parameter.copy_(trained)
@@ -162,13 +163,13 @@ class MasterWeights(TrainedWeights):
             return ()
         return zip(self.policy.parameters(), self.master.parameters(), strict=True)
 
-    def _add_apart(self, grads: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+    def _add_offloaded(self, grads: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
         """Add each gradient on the device to its sum in CPU memory, or write it there if it is the first. While the
         host adds a stretch, the next is copied."""
         stretches = [
             (sent, kept, first)
             for grad, total, first in grads
-            for sent, kept in zip(grad.reshape(-1).split(STRETCH), total.view(-1).split(STRETCH), strict=True)
+            for sent, kept in zip(grad.reshape(-1).split(COPY_CHUNK), total.view(-1).split(COPY_CHUNK), strict=True)
         ]
 
         def copy(number: int) -> None:
@@ -185,12 +186,12 @@ class MasterWeights(TrainedWeights):
             else:
                 kept.add_(buffer)
 
-    def _copy_apart(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _copy_offloaded(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy each tensor in CPU memory to one on the device. While a stretch is copied, the host rounds the next."""
         stretches = (
             both
             for trained, parameter in pairs
-            for both in zip(trained.view(-1).split(STRETCH), parameter.view(-1).split(STRETCH), strict=True)
+            for both in zip(trained.view(-1).split(COPY_CHUNK), parameter.view(-1).split(COPY_CHUNK), strict=True)
         )
         for number, (trained, parameter) in enumerate(stretches):
             buffer = self._free_buffer(number, trained)

@@ -59,7 +59,7 @@ from thresher.kernels.operands import SLAB_BYTES
 from thresher.policy.config import FULL, LINEAR, ModelConfig, read_config
 from thresher.policy.lora import RANK_STEP, linear_shapes
 from thresher.policy.model import Policy, kept_shapes
-from thresher.policy.streamed import ROOMS
+from thresher.policy.streamed import BUFFERS
 from thresher.policy.weights import tensor_shapes
 
 BF16, FP32, INT64 = 2, 4, 8  # bytes
@@ -431,8 +431,8 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
         # The loss adds to a separate buffer for the head, on the device.
         device |= {"masters": 0, "gradients": FP32 * head_weights(config)}
     if s.cuda and s.grpo.reference == "cpu" and device["reference"]:
-        rooms = sum(min(kind.layers, ROOMS) * kind.elements for kind in _shapes(config)[1])
-        host["reference"], device["reference"] = device["reference"], s.item * rooms
+        buffers = sum(min(kind.layers, BUFFERS) * kind.elements for kind in _shapes(config)[1])
+        host["reference"], device["reference"] = device["reference"], s.item * buffers
     return device, host
 
 

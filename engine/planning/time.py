@@ -40,7 +40,7 @@ from thresher.engine.planning.memory import (
     trained_weights_of,
 )
 from thresher.kernels.delta.rule import CHUNK
-from thresher.kernels.objective import OF_ROWS
+from thresher.kernels.objective import PER_TOKEN
 from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
@@ -322,7 +322,7 @@ def _head_first(s: PlanSetting) -> float:
     """Return the share of updates in which the loss needs log-probs of whole sequences or turns before a gradient. In
     the first update of a batch, the guard has no effect except on tokens of earlier weights."""
     grpo = s.grpo
-    if surrogate_name(grpo.objective) not in OF_ROWS or (grpo.guard != "none" and s.rollout.partial):
+    if surrogate_name(grpo.objective) not in PER_TOKEN or (grpo.guard != "none" and s.rollout.partial):
         return 1.0
     return 0.0 if grpo.guard == "none" else 1.0 - 1.0 / (grpo.updates_per_batch * grpo.epochs_per_batch)
 

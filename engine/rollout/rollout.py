@@ -133,8 +133,8 @@ class RolloutClock(DecodeClock):
 class Group:
     """Samples of one question, from their jobs to their trajectories.
 
-    log: answers that the samples got from outside, each with the sample's key: turns and scores, passages, records of
-    tools. drawn: by key, the tokens drawn so far of turns that were unfinished when the last rollout ended.
+    log: replies that the samples got from the engine, each with the sample's key: turns and scores, passages, records
+    of tools. drawn: by key, the tokens drawn so far of turns that were unfinished when the last rollout ended.
     trajectories: those of the jobs, in their order, once all samples have ended. version: version of the weights that
     computed its first keys and values; 0 if none outlive an update. step: the training step of its questions and seeds,
     if it may outlive a rollout. samples: all that were begun, by key. branches: owner, name and branch. playing: number
@@ -142,7 +142,7 @@ class Group:
     """
 
     jobs: "list[Job]"
-    log: "list[tuple[str, Answer]]" = field(default_factory=list)
+    log: "list[tuple[str, Reply]]" = field(default_factory=list)
     drawn: "dict[str, Written]" = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None
     version: int = 0
@@ -201,7 +201,8 @@ class Written:
     versions: Sequence[tuple[int, int]] = ()
 
 
-Answer = Written | list[Hit] | dict[str, Any]  # dict: the record of a tool call, with its result
+# What the engine returns to an episode: a turn or scores, passages, or the record of a tool call with its result.
+Reply = Written | list[Hit] | dict[str, Any]
 
 
 class TurnWriter(Protocol):
@@ -389,7 +390,7 @@ class Rollout(EpisodeRunner):
             tokenizer,
             limits.attention,
             num_blocks=self.blocks_for(limits),
-            page_size=limits.kv_block_size,
+            block_size=limits.kv_block_size,
             max_running=limits.max_num_seqs,
             reuse=limits.reuse,
             share_prefix=limits.share_prefix,
@@ -434,7 +435,7 @@ class Rollout(EpisodeRunner):
         return trajectories
 
 
-class BegunTurn(NamedTuple):
+class QueuedTurn(NamedTuple):
     """A turn, or a text to score, that the decoder gets with its next step. drawn: the part that is already drawn."""
 
     sequence: TokenSequence
@@ -454,12 +455,12 @@ class DecoderWriter:
         self.decoder, self.draw, self.earlier, self.version = decoder, draw, earlier, version
         self.elsewhere = decoder.launches_ahead
         self.sequences: dict[Sample, TokenSequence] = {}
-        self.begun: dict[Sample, BegunTurn] = {}
+        self.queued: dict[Sample, QueuedTurn] = {}  # for the next step
         self.writing: dict[TokenSequence, tuple[Sample, Written]] = {}  # with the part drawn before
 
     @property
     def idle(self) -> bool:
-        return not self.begun and self.decoder.idle
+        return not self.queued and self.decoder.idle
 
     @property
     def takes_text(self) -> bool:
@@ -476,27 +477,27 @@ class DecoderWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         if sample.growth is not None:
             self.decoder.keep_states(self.sequences[sample])
-        self.begun[sample] = BegunTurn(self.sequences[sample], stop, sample.room, lead)
+        self.queued[sample] = QueuedTurn(self.sequences[sample], stop, sample.room, lead)
 
     def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
         version, prompt = sample.group.version, SharedPrompt(ids)
         sequence = TokenSequence(prompt, 0, self.draw, most=len(ids), scored_from=scored_from, version=version)
         sequence.keep_at = max(present - 1, 0)  # the next turn feeds its last token
-        self.begun[sample] = BegunTurn(sequence)
+        self.queued[sample] = QueuedTurn(sequence)
 
     def step(self) -> list[tuple[Sample, Written]]:
-        self._hand_in()
+        self._submit_turns()
         return self._ended_turns(self.decoder.step())
 
-    def _hand_in(self) -> None:
-        for sample, turn in self.begun.items():
+    def _submit_turns(self) -> None:
+        for sample, turn in self.queued.items():
             sequence, drawn = turn.sequence, turn.drawn
             self.writing[sequence] = sample, drawn
             if sequence.scored_from:
                 self.decoder.score(sequence)
             else:
                 self.decoder.begin_turn(sequence, turn.stop, turn.room, turn.lead, (drawn.ids, drawn.logprobs))
-        self.begun = {}
+        self.queued = {}
 
     def _ended_turns(self, sequences: Sequence[TokenSequence]) -> list[tuple[Sample, Written]]:
         found = []
@@ -529,7 +530,7 @@ class Play:
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
         self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
         stack.callback(self._drop_tools)
-        self.replaying = False  # answers come from logs
+        self.replaying = False  # replies come from logs
         self.queries: dict[str, str] = {}  # of a replayed group: open queries, by key
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
         self.search: tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]] | None = None  # the running one
@@ -613,8 +614,8 @@ class Play:
         group.samples, group.branches = {}, []
         self.end_group(group)
 
-    def keep_answer(self, sample: Sample, answer: Answer) -> None:
-        """Record an answer for a sample. A play of a single rollout does not need it."""
+    def log_reply(self, sample: Sample, reply: Reply) -> None:
+        """Record a reply for a sample. A play of a single rollout does not need it."""
 
     def end_group(self, group: Group) -> None:
         """Record that all samples of a group have ended."""
@@ -623,7 +624,7 @@ class Play:
 
     def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
         """Put a finished turn or score on the trajectory; return the answer for its episode, None if that has ended."""
-        self.keep_answer(sample, written)
+        self.log_reply(sample, written)
         if sample.score is None:
             return self._store_turn(sample, written)
         record, sample.score = sample.score, None
@@ -828,7 +829,7 @@ class Play:
 
     def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
         """Put a search on the trajectory and its hits into the log; return the hits for the episode."""
-        self.keep_answer(sample, hits)
+        self.log_reply(sample, hits)
         shown_hits = list(hits)  # a copy for the episode, shuffled in place
         self._note(sample, query, shown_hits)
         return shown_hits
@@ -866,7 +867,7 @@ class Play:
 
     def note_tool(self, sample: Sample, record: dict[str, Any]) -> Result:
         """Put the record of a tool call on the trajectory and into the log; return its result."""
-        self.keep_answer(sample, record)
+        self.log_reply(sample, record)
         sample.trajectory.tools.append(record)
         self.clock.tool_calls += 1
         self.clock.tool_errors += record["error"]

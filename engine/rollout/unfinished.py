@@ -18,11 +18,11 @@ from thresher.common.errors import UserError
 from thresher.common.records import read_records
 from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.rollout.rollout import (
-    Answer,
-    BegunTurn,
     DecoderWriter,
     Group,
     Play,
+    QueuedTurn,
+    Reply,
     Rollout,
     RolloutClock,
     Sample,
@@ -84,15 +84,15 @@ class LastingWriter(DecoderWriter):
 
     def supply(self, sample: Sample, written: Written) -> None:
         """Accept a turn or scores from an earlier rollout instead of computing them."""
-        sequence = self.begun.pop(sample).sequence
+        sequence = self.queued.pop(sample).sequence
         sequence.ids.extend(written.ids)
         sequence.carried = len(sequence.ids) - 1  # the last one was drawn and not fed
 
     def supply_beginning(self, sample: Sample, drawn: Written) -> None:
         """Accept the tokens that an earlier rollout drew of the turn that has begun."""
-        turn = self.begun[sample]
+        turn = self.queued[sample]
         turn.sequence.carried = len(turn.sequence.ids) + len(drawn.ids) - 1
-        self.begun[sample] = turn._replace(drawn=drawn)
+        self.queued[sample] = turn._replace(drawn=drawn)
 
     def interrupt(self) -> list[tuple[Sample, Written]]:
         """Stop writing; return the turns that have ended since the last step. `unfinished` returns the others."""
@@ -106,7 +106,7 @@ class LastingWriter(DecoderWriter):
             for sequence, (sample, drawn) in self.writing.items()
             if not sequence.scored_from
         ]
-        found += [(sample, turn.drawn) for sample, turn in self.begun.items()]
+        found += [(sample, turn.drawn) for sample, turn in self.queued.items()]
         return [(sample, drawn) for sample, drawn in found if drawn.ids]
 
 
@@ -117,25 +117,25 @@ class ReplayingWriter(LastingWriter):
     def __init__(self, *setting: Any, recorded: "RecordedDraws") -> None:
         super().__init__(*setting)
         self.recorded = recorded
-        self.held: dict[Sample, BegunTurn] = {}
-        self.cut: dict[Sample, BegunTurn] = {}  # turns whose room was reduced, as they were before
+        self.held: dict[Sample, QueuedTurn] = {}
+        self.cut: dict[Sample, QueuedTurn] = {}  # turns whose room was reduced, as they were before
         self.drawn: Counter[Sample] = Counter()
 
     def unfinished(self) -> list[tuple[Sample, Written]]:
-        self.begun |= self.held
+        self.queued |= self.held
         return super().unfinished()
 
-    def _hand_in(self) -> None:
+    def _submit_turns(self) -> None:
         assert self.version is not None
-        for sample, turn in list(self.begun.items()):
+        for sample, turn in list(self.queued.items()):
             left = self.recorded.count(sample, self.version) - self.drawn[sample]
             if turn.sequence.scored_from or turn.room - len(turn.drawn.ids) <= left:
                 continue
             if left:
-                self.cut[sample], self.begun[sample] = turn, turn._replace(room=len(turn.drawn.ids) + left)
+                self.cut[sample], self.queued[sample] = turn, turn._replace(room=len(turn.drawn.ids) + left)
             else:
-                self.held[sample] = self.begun.pop(sample)
-        super()._hand_in()
+                self.held[sample] = self.queued.pop(sample)
+        super()._submit_turns()
 
     def _ended_turns(self, sequences: Sequence[TokenSequence]) -> list[tuple[Sample, Written]]:
         before = {self.writing[sequence][0]: len(self.writing[sequence][1].ids) for sequence in sequences}
@@ -195,7 +195,7 @@ class LastingPlay(Play):
         super().__init__(*setting)
         self.complete: list[Group] = []  # since the last `take_complete`
 
-    def keep_answer(self, sample: Sample, answer: Answer) -> None:
+    def log_reply(self, sample: Sample, answer: Reply) -> None:
         sample.group.log.append((sample.key, answer))
 
     def end_group(self, group: Group) -> None:
@@ -225,11 +225,11 @@ class LastingPlay(Play):
         for key, beginning in drawn.items():
             self.writer.supply_beginning(self._waiting(group, key, beginning), beginning)
 
-    def _waiting(self, group: Group, key: str, answer: Answer) -> Sample:
+    def _waiting(self, group: Group, key: str, answer: Reply) -> Sample:
         """Return the sample that waits for an answer of this kind. UserError if there is none."""
         sample = group.samples.get(key)
         if sample is not None and not sample.trajectory.reason:
-            turn, searches = self.writer.begun.get(sample), key in self.queries
+            turn, searches = self.writer.queued.get(sample), key in self.queries
             if isinstance(answer, Written):
                 fits = turn is not None and bool(turn.sequence.scored_from) is not bool(answer.ids)
             else:

@@ -233,17 +233,17 @@ def check_resumed(
     folder: Path,
     checkpoint: Checkpoint | None,
     steps: int,
-    told: bool,
+    explicit_step: bool,
     period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every,
     also: str = "",
 ) -> None:
     """Print where a run resumes from. UserError if checkpoints or records are lost.
 
-    steps: of the whole run. told: whether --resume-from names the step. period: the steps between checkpoints. also:
-    text added to the line.
+    steps: of the whole run. explicit_step: whether --resume-from names the step. period: the steps between checkpoints.
+    also: text added to the line.
     """
     step = checkpoint.step if checkpoint else 0
-    if not told:
+    if not explicit_step:
         RunFolder(folder).check_checkpoints(step, period)
         RunFolder(folder).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
     where = checkpoint.path if checkpoint else "its beginning, because it has no checkpoint"
@@ -257,11 +257,11 @@ def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
         raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
 
 
-def start_record(run: RunFolder, checkpoint: Checkpoint | None, cuda: bool, told: bool) -> dict[str, Any]:
-    """Return the line of starts.jsonl for a run that starts or resumes now. told: whether --resume-from was given, so
-    that the records that are left are accepted."""
+def start_record(run: RunFolder, checkpoint: Checkpoint | None, cuda: bool, explicit_step: bool) -> dict[str, Any]:
+    """Return the line of starts.jsonl for a run that starts or resumes now. explicit_step: whether --resume-from was
+    given, so that the records that are left are accepted."""
     start = {"step": checkpoint.step if checkpoint else 0, **origin(cuda)}
-    if told:
+    if explicit_step:
         start["metrics"] = run.metrics_mark()
     return start
 

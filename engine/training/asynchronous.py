@@ -108,7 +108,9 @@ class AsyncGrpoStep(DistributedGrpoStep):
         grpo, temperature = self.context.recipe.grpo, self.context.recipe.rollout.temperature
         for scored in sampled.scored.values():
             trajectories = [entry.trajectory for entry in scored]
-            sequences = build_train_sequences(trajectories, [1.0] * len(scored), grpo, version=self.version(step))
+            sequences = build_train_sequences(
+                trajectories, [1.0] * len(scored), grpo, weights_version=self.version(step)
+            )
             fresh = [one for one in sequences if one.stale < len(one.positions)]
             if not fresh:
                 continue

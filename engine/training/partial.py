@@ -27,7 +27,7 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_records, write_records
-from thresher.engine.rollout.rollout import Answer, Group, RolloutClock, Written
+from thresher.engine.rollout.rollout import Group, Reply, RolloutClock, Written
 from thresher.engine.scoring.score import Scored
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
@@ -201,7 +201,7 @@ def restore(group: Group, record: Mapping[str, Any]) -> Group:
     return group
 
 
-def _packed(answer: Answer) -> tuple[str, Any]:
+def _packed(answer: Reply) -> tuple[str, Any]:
     if isinstance(answer, Written):
         runs = [list(run) for run in answer.versions]
         values = {"ids": answer.ids, "logprobs": list(answer.logprobs), "stop": answer.stop, "full": answer.full}
@@ -212,7 +212,7 @@ def _packed(answer: Answer) -> tuple[str, Any]:
     return "tool", answer
 
 
-def _unpacked(kind: str, value: Any) -> Answer:
+def _unpacked(kind: str, value: Any) -> Reply:
     if kind == "written":
         return _written(value)
     if kind == "found":

@@ -36,7 +36,7 @@ from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.scoring.transcripts import read_pieces
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import add_backward, choose_attention
+from thresher.engine.training.update import backward_from_loss, choose_attention
 from thresher.kernels import grpo_loss
 from thresher.kernels.operands import NotFinite
 from thresher.policy.tokenizer import Tokenizer
@@ -349,7 +349,7 @@ class SftTrainer:
                     workspace_bytes=self.optim.loss_workspace_bytes,
                     lm_head_grad_VH=self.weights.head_gradient(),
                 )
-                add_backward(self.weights, hidden_RH, result)
+                backward_from_loss(self.weights, hidden_RH, result)
                 loss -= float((packed.weights_R * result.logprobs).sum())
                 tokens += packed.tokens
                 line.at(number, str)

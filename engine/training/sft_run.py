@@ -102,19 +102,23 @@ class FineTuning:
         record; when a run is resumed, first with that of the step it resumes after. resume, from_step: as in
         `train`."""
         started = time.perf_counter()
-        recipe, folder, told = self.recipe, sft_folder(out), from_step is not None
+        recipe, folder, explicit_step = self.recipe, sft_folder(out), from_step is not None
         digests = self._digests()
         checkpoint = checkpoint_to_resume(folder / "checkpoints", from_step, recipe.run.verify) if resume else None
         if resume:
             period = lambda stored: stored.need(SftSection).save_every  # noqa: E731
-            check_resumed("sft", folder, checkpoint, self.most_steps, told, period)
+            check_resumed("sft", folder, checkpoint, self.most_steps, explicit_step, period)
             self._check_digests(checkpoint, digests)
         need_room(out, self._bytes_to_write(folder), "the model, with its checkpoints,")
-        with RunFolder.resume(folder, recipe, unverified=told) if resume else RunFolder.create(folder, recipe) as run:
-            if not told:
+        with (
+            RunFolder.resume(folder, recipe, unverified=explicit_step)
+            if resume
+            else RunFolder.create(folder, recipe) as run
+        ):
+            if not explicit_step:
                 check_newest(run, checkpoint)
             run.truncate_after(checkpoint.step if checkpoint else -1)
-            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
+            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", explicit_step))
             before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
 
             def clock() -> float:

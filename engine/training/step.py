@@ -136,7 +136,7 @@ class GrpoStep:
     collecting: bool = field(default=False, init=False)
     queue: Queue = field(default_factory=Queue, init=False)
     recorded: RecordedDraws | None = field(default=None, init=False)
-    same_since: int = field(default=0, init=False)  # the first version with the current weights
+    weights_version: int = field(default=0, init=False)  # the first version with the current weights
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult | None:
         """Run step number `step`, counted from 1; return None on a rank that does not train (asynchronous.py).
@@ -200,7 +200,7 @@ class GrpoStep:
                 [(credit or advantages)[n] for n in part],
                 grpo,
                 normalizer,
-                self.same_since,
+                self.weights_version,
             )
             for part, normalizer in zip(trained, normalizers, strict=True)
         ]
@@ -396,7 +396,7 @@ class GrpoStep:
             if not math.isfinite(stats.grad_norm):
                 raise diverged(step, "gradient")
             if stats.moved:
-                self.same_since = step
+                self.weights_version = step
         self.queue = result.sampled.queue
         return result
 

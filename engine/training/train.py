@@ -90,7 +90,7 @@ def train(
     sampled it there, and results of tools are taken from it.
     """
     started = time.perf_counter()
-    told = from_step is not None
+    explicit_step = from_step is not None
     if recipe.run.async_ and not ranks.is_distributed:
         raise UserError(
             "run.async: expected false in one process, because its rollout and its update would take turns on one "
@@ -119,10 +119,10 @@ def train(
         if resume:
             planned = recipe.optim.schedule_steps
             also = f"; its learning rate is scheduled for {planned} steps, optim.schedule_steps" if planned else ""
-            check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=told, also=also)
+            check_resumed("train", Path(out), checkpoint, recipe.run.steps, explicit_step=explicit_step, also=also)
         check_disk(recipe, recipe.model.path, out)
-    trainers = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
-    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), trainers, ranks.on_machine)
+    train_ranks = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
+    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), train_ranks, ranks.on_machine)
     decided = ranks.broadcast(lambda: decided)  # otherwise a rank with less memory would compute differently
     if recipe.model.device == "cpu":  # kept memory saves a page fault for every 4 KiB of a step's activations
         fits = plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine
@@ -130,8 +130,8 @@ def train(
     # Rollout and updater share one policy, `context.policy`: the next rollout reads the weights that an update writes.
     # `decided` has no "auto" left in [optim] and [grpo], which only the update reads.
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
-    own = ranks.part(trainers) if recipe.run.async_ else ranks  # those with the same task as this one
-    trains = ranks.rank < trainers
+    own = ranks.part(train_ranks) if recipe.run.async_ else ranks  # those with the same task as this one
+    trains = ranks.rank < train_ranks
     updater = load_updater(decided, context, checkpoint, own, trains)
     retriever = load_retrieval(recipe, context.system)
     files = file_digests(recipe)
@@ -155,8 +155,8 @@ def train(
         step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)
     if replay is not None and recipe.rollout.partial:
         step.recorded = RecordedDraws(replay)
-    with open_run(out, recipe, resume, ranks, unverified=told) as run, context.threads():
-        if ranks.is_main and not told:
+    with open_run(out, recipe, resume, ranks, unverified=explicit_step) as run, context.threads():
+        if ranks.is_main and not explicit_step:
             check_newest(run, checkpoint)
         if checkpoint:
             if trains:
@@ -165,7 +165,7 @@ def train(
                 step.restore(*read_queue(checkpoint.path, ranks.rank, ranks.count))
         if ranks.is_main:
             run.truncate_after(done)
-            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
+            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", explicit_step))
         _announce(recipe, out, ranks)
         trainer = Trainer(step, dev_questions, run, files, ranks, own, samples=not (recipe.run.async_ and trains))
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
@@ -240,7 +240,9 @@ class Trainer:
         records = self.run_folder.metrics() if self.ranks.is_main else []
         self.spent = tokens_spent(records)
         decay = self.recipe.optim.weight_decay
-        self.grpo_step.same_since, self.updater.moving = self.ranks.broadcast(lambda: weights_moved(records, decay))
+        self.grpo_step.weights_version, self.updater.moving = self.ranks.broadcast(
+            lambda: weights_moved(records, decay)
+        )
         last = self._is_last(done)
         learned = saved = done  # the steps of the current weights and of the last checkpoint
         begun = self.updater.begun
@@ -439,8 +441,8 @@ class Trainer:
 
 def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
     """Print what is trained, once everything is loaded and the run's folder can be watched."""
-    rollout, trainers = recipe.rollout, trainers_of(ranks.count)
-    apart = f", of which {trainers} train and {ranks.count - trainers} sample" if recipe.run.async_ else ""
+    rollout, train_ranks = recipe.rollout, trainers_of(ranks.count)
+    apart = f", of which {train_ranks} train and {ranks.count - train_ranks} sample" if recipe.run.async_ else ""
     console.announce(
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples"
         + (f" in {rollout.trees} trees, " if rollout.trees else ", ")

@@ -2,7 +2,7 @@
 
     loss  = sum_i w[i] sum_{t in y_i} ( -min(r A, clip(r) A) + beta KL )   y_i: the tokens that the policy sampled
 
-The order of `Updater.update` and `Updater._backward`:
+The order of `Updater.update` and `Updater._train_micro_batch`:
 
     sequences into micro-batches               packing.py
     for each micro-batch:
@@ -50,8 +50,8 @@ from thresher.kernels.attention.backends.parts import load_forest_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import ForestKernels
 from thresher.kernels.attention.varlen import TrainingAttention
-from thresher.kernels.objective import OF_ROWS, LossResult, Objective, WrongObjective
-from thresher.kernels.operands import RowCheck, raise_late
+from thresher.kernels.objective import PER_TOKEN, LossResult, Objective, WrongObjective
+from thresher.kernels.operands import RowCheck, raise_deferred
 from thresher.policy.model import Policy, attention_backend
 from thresher.policy.streamed import StreamedPolicy
 
@@ -133,10 +133,10 @@ def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> Att
         return None
 
 
-def add_backward(weights: TrainedWeights, hidden_RH: Tensor, result: LossResult) -> None:
-    """Run a micro-batch's backward, and add its gradients to those of the trained weights. result: `grpo_loss` of
-    `hidden_RH`, which was given their `head_gradient()`. That tensor already contains the head's gradient, so no second
-    one of [V, H] is made."""
+def backward_from_loss(weights: TrainedWeights, hidden_RH: Tensor, result: LossResult) -> None:
+    """Run the backward of a micro-batch, and add its gradients to those of the trained weights. result: of `grpo_loss`
+    for `hidden_RH`, which has already added the head's gradient to `weights.head_gradient()`. Only the gradient of the
+    hidden states is left to propagate, and no second tensor of [V, H] is made."""
     if result.hidden_grad_TH is not None:
         hidden_RH.backward(result.hidden_grad_TH)
     else:  # the head is frozen
@@ -168,7 +168,7 @@ class Updater:
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.device = weights.rollout_policy.device
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
-        self.partial = choose_sharing(optim, weights.rollout_policy, backend)
+        self.prefix_attention = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # number of optimiser steps begun since this object was made
         self.moving = False  # whether there has been a gradient, so that moments move the weights
@@ -195,19 +195,19 @@ class Updater:
         optim, stats, unread = self.optim, UpdateStats(), Unread()
         micro_batches = self._pack(sequences)
         # Whether a token's advantage may differ from its trajectory's.
-        finer = self.grpo.tis_level != "none" or any(isinstance(one.advantage, list) for one in sequences)
+        per_token = self.grpo.tis_level != "none" or any(isinstance(one.advantage, list) for one in sequences)
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
             members = [sequences[n] for n in micro_batch.members]
             guarded_R = self._guarded(micro_batch, moved, any(one.stale for one in members))
-            values_R = self._backward(micro_batch, temperature, unread, guarded_R)
+            values_R = self._train_micro_batch(micro_batch, temperature, unread, guarded_R)
             if members:  # an idle micro-batch has none
                 rows = len(micro_batch.rows_R)
                 fresh = rows - sum(one.stale for one in members)
                 stats.add(UpdateStats(micro_batch.tokens, micro_batch.computed_tokens, rows, fresh))
             if recorder is not None and members:
-                if not finer:
+                if not per_token:
                     values_R.pop("advantage")
                 recorder.add([(one.key, one.context, len(one.positions)) for one in members], values_R)
         self.weights.complete()
@@ -236,7 +236,7 @@ class Updater:
                 values_R = self._logprobs_of(self.policy, micro_batch, temperature, checks)
             if micro_batch.members:
                 logprobs_R.append(values_R)
-        raise_late(checks)
+        raise_deferred(checks)
         values = iter(torch.cat(logprobs_R).tolist() if logprobs_R else ())
         for number in itertools.chain.from_iterable(micro_batch.members for micro_batch in micro_batches):
             result[number] = list(itertools.islice(values, len(sequences[number].positions)))
@@ -255,10 +255,10 @@ class Updater:
     def _pack(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """Pack the sequences, and add idle micro-batches up to the largest number on any rank."""
         budget = self.optim.micro_batch_tokens
-        if self.partial is None:
+        if self.prefix_attention is None:
             micro_batches = pack(sequences, budget, self.device, self.attention)
         else:
-            micro_batches = pack_shared(sequences, budget, self.device, self.attention, self.partial)
+            micro_batches = pack_shared(sequences, budget, self.device, self.attention, self.prefix_attention)
         lacking = self.weights.max_over_ranks(len(micro_batches)) - len(micro_batches)
         return micro_batches + [idle_batch(self.device, self.attention)] * lacking
 
@@ -274,7 +274,7 @@ class Updater:
             temperature=temperature,
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
-            late=checks,
+            defer_checks_to=checks,
         )
         return logprobs_R
 
@@ -293,11 +293,11 @@ class Updater:
             return None
         return micro_batch.turn_R.masked_fill(micro_batch.fresh_R, -1)
 
-    def _backward(
+    def _train_micro_batch(
         self, micro_batch: MicroBatch, temperature: float, unread: Unread, turn_R: Tensor | None
     ) -> dict[str, Tensor]:
-        """Add a micro-batch's gradients and statistics; return the values of its rows for a recorder. turn_R: as in
-        `grpo_loss`."""
+        """Run the forwards, the loss and the backward of a micro-batch, and add its gradients and statistics. Return
+        the values of its rows, by name, for a recorder. turn_R: as in `grpo_loss`."""
         reference_logprobs, checks = None, list[list[RowCheck]]()
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -318,7 +318,7 @@ class Updater:
                 ref_logprobs_T=reference_logprobs,
                 temperature=temperature,
                 surrogate=self.surrogate,
-                sequence_T=None if self.surrogate in OF_ROWS else micro_batch.sequence_R,
+                sequence_T=None if self.surrogate in PER_TOKEN else micro_batch.sequence_R,
                 turn_T=turn_R,
                 tau_positive=grpo.tau_positive,
                 tau_negative=grpo.tau_negative,
@@ -335,11 +335,11 @@ class Updater:
                 vocab_size=self.vocab_size,
                 workspace_bytes=self.optim.loss_workspace_bytes,
                 lm_head_grad_VH=self.weights.head_gradient(),
-                late=checks,
+                deferred_checks=checks,
             )
         except WrongObjective as error:
             raise UserError(f"grpo.objective: {grpo.objective}: {error}; fix the file") from None
-        add_backward(self.weights, hidden_RH, result)
+        backward_from_loss(self.weights, hidden_RH, result)
         if not micro_batch.members:
             return {}
         gap_R = (result.logprobs - micro_batch.old_logprobs_R).abs().masked_fill(~micro_batch.fresh_R, 0.0)

@@ -76,11 +76,11 @@ def whole_weights(recipe: Recipe, policy: Policy, folder: Path) -> MasterWeights
     if recipe.lora is not None:
         return MasterWeights(policy)
     policy.requires_grad_(True)
-    apart, master = recipe.optim.offload == "masters", None
+    offloaded, master = recipe.optim.offload == "masters", None
     if policy.dtype != torch.float32:
         # Already verified when the policy was read from the same folder.
-        master = load_policy(folder, device="cpu" if apart else recipe.model.device, verify=False)
-    return MasterWeights(policy, master, apart)
+        master = load_policy(folder, device="cpu" if offloaded else recipe.model.device, verify=False)
+    return MasterWeights(policy, master, offloaded)
 
 
 def _reference(recipe: Recipe, policy: Policy) -> Policy | StreamedPolicy:
@@ -99,8 +99,8 @@ def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tupl
     """Return the weights and reference of several ranks. `policy` becomes the rollout policy, into which weights are
     gathered."""
     dtype = torch.float32 if recipe.lora is None else policy.dtype  # a frozen base needs no master weights
-    apart = recipe.optim.offload == "masters"
-    trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=apart)
+    offloaded = recipe.optim.offload == "masters"
+    trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=offloaded)
     reference = None
     if recipe.grpo.beta > 0 and recipe.lora is not None:
         reference = trained

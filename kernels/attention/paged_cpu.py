@@ -120,26 +120,30 @@ def _multiply(left: Tensor, cache: Tensor, tiles: Sequence[Tiles]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QueryRuns:
-    """Stretches of new rows, each of one sequence: its table's row, first position, length, and first row."""
+    """Runs of consecutive new tokens, one per sequence.
 
-    table_N: Ints
+    slot_N: row of the sequence in the block table (and in `BatchState`). start_N: position of the run's first token in
+    the sequence. count_N: number of tokens. row_N: row of the first token among all new rows. All int64.
+    """
+
+    slot_N: Ints
     start_N: Ints
     count_N: Ints
     row_N: Ints
 
     def __getitem__(self, index: Ints) -> "QueryRuns":
-        return QueryRuns(self.table_N[index], self.start_N[index], self.count_N[index], self.row_N[index])
+        return QueryRuns(self.slot_N[index], self.start_N[index], self.count_N[index], self.row_N[index])
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Sizes of the model and the cache that a layout needs.
 
-    slots: of a block. row_tile: the rows of a product are padded to a multiple of it (tiles.py)."""
+    block_size: tokens of a block. row_tile: the rows of a product are padded to a multiple of it (tiles.py)."""
 
     heads: int
     kv_heads: int
-    slots: int
+    block_size: int
     row_tile: int = ROW_TILE
 
     @property
@@ -157,7 +161,7 @@ def paged_buckets(
     several of them have.
     """
     pieces = _cut(runs)
-    blocks_N = (pieces.start_N + pieces.count_N - 1) // shape.slots + 1
+    blocks_N = (pieces.start_N + pieces.count_N - 1) // shape.block_size + 1
     alike = _alike(pieces.count_N, blocks_N, shape)
     return [_bucket(table_BP, pieces[index], blocks_N[index], shape, device, share) for index in alike]
 
@@ -176,7 +180,7 @@ def _cut(runs: QueryRuns) -> QueryRuns:
     run = np.repeat(np.arange(len(parts_N)), parts_N)
     offset = PIECE * places(parts_N)
     count_N = np.minimum(runs.count_N[run] - offset, PIECE)
-    return QueryRuns(runs.table_N[run], runs.start_N[run] + offset, count_N, runs.row_N[run] + offset)
+    return QueryRuns(runs.slot_N[run], runs.start_N[run] + offset, count_N, runs.row_N[run] + offset)
 
 
 def _alike(count_N: Ints, blocks_N: Ints, shape: CacheShape) -> Iterator[Ints]:
@@ -194,7 +198,7 @@ def _alike(count_N: Ints, blocks_N: Ints, shape: CacheShape) -> Iterator[Ints]:
             filling += (end - first) * int(blocks_N[end] - blocks_N[end - 1])
             if size_N[end] == size_N[first] and filling * queries <= LAUNCH:
                 continue
-        at_once = max(1, SCORE_ELEMENTS // (queries * int(blocks_N[end - 1]) * shape.slots))
+        at_once = max(1, SCORE_ELEMENTS // (queries * int(blocks_N[end - 1]) * shape.block_size))
         yield from (order[start : min(start + at_once, end)] for start in range(first, end, at_once))
         first, filling = end, 0
 
@@ -204,7 +208,7 @@ def _bucket(
 ) -> PagedBucket:
     rows, columns = int(pieces.count_N.max()), int(blocks_B.max())
     there_BC = np.arange(columns) < blocks_B[:, None]
-    block_I = table_BP[pieces.table_N, :columns][there_BC]
+    block_I = table_BP[pieces.slot_N, :columns][there_BC]
     tiles, count, first_I, rows_I = _tile(block_I, rows * shape.per_kv, shape, device, share)
 
     # Places of the products' rows of each query and block.
@@ -220,7 +224,7 @@ def _bucket(
     query_L[place_BQNC] = (row_BQ[:, :, None] * shape.heads + np.arange(shape.heads))[..., None]
     weight_L[place_BQNC] = np.arange(place_BQNC.size).reshape(place_BQNC.shape)
 
-    key_J = np.arange(int(pieces.start_N.min()) // shape.slots * shape.slots, columns * shape.slots)
+    key_J = np.arange(int(pieces.start_N.min()) // shape.block_size * shape.block_size, columns * shape.block_size)
     unseen_BQJ = key_J > (pieces.start_N[:, None] + within_BQ)[:, :, None]
     out_T, take_T = row_BQ.reshape(-1), None
     if pieces.count_N.min() < rows:

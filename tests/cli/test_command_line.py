@@ -253,8 +253,8 @@ def test_the_package_is_the_command_line() -> None:
     command = [sys.executable, "-P", "-m", "thresher.cli", "--help"]
     found = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.startswith("usage: thresher ")
-    rooms = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "recipes")
-    sources = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    folders = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "recipes")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert [path for path in sources if re.search("^(import|from) argparse", path.read_text("utf-8"), re.M)] == []
 
 

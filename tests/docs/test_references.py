@@ -78,7 +78,7 @@ def remarks(source: str) -> Iterator[tuple[int, str]]:
 
 
 def unknown(text: str) -> list[str]:
-    """Return the files, rooms and modules that a text names but that do not exist.
+    """Return the files, folders and modules that a text names but that do not exist.
 
     A name that starts with an underscore may be the end of a file name ("_triton.py").
     """
@@ -131,7 +131,10 @@ def test_settings_name_what_is_there() -> None:
 
 @pytest.mark.parametrize("document", [document for document in documents() if document != "docs/internals/log.md"])
 def test_documents_name_what_is_there(document: str) -> None:
-    """Paths that start in a room (`training/step.py: f`), and those in blocks. The log may name former files."""
+    """Paths that start in a folder of the package (`training/step.py: f`), and those in blocks.
+
+    The log may name former files.
+    """
     missing = [
         f"{document}:{number}: {name} is not there"
         for number, line in enumerate(read(document), start=1)

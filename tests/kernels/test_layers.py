@@ -239,9 +239,9 @@ def test_a_long_gate_gives_each_row_its_own_bits(three_threads: None) -> None:
 
 def test_rotated_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     qkv_TMD, rope = randn(4, 7, 10), rope_table(torch.tensor([5, 0, 99, 3]), 10, 300.0, torch.float32)
-    block_T, slot_T = torch.tensor([[2, 0, -1, 2], [1, 3, 2, 0]], dtype=torch.int32)
+    block_T, offset_T = torch.tensor([[2, 0, -1, 2], [1, 3, 2, 0]], dtype=torch.int32)
     k_PKSD, v_PKSD = torch.zeros(2, 3, 2, 4, 10)
-    q_TND = rotate_and_store(qkv_TMD, rope, 2, k_PKSD, v_PKSD, block_T, slot_T)
+    q_TND = rotate_and_store(qkv_TMD, rope, 2, k_PKSD, v_PKSD, block_T, offset_T)
     expected_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, 2)
     assert torch.equal(q_TND, expected_TND) and q_TND.is_contiguous()
     for cache_PKSD, rows_TKD in ((k_PKSD, k_TKD), (v_PKSD, v_TKD)):

@@ -11,7 +11,7 @@ from loss_cases import make_case
 from torch import Tensor
 
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.operands import NotFinite, RowCheck, raise_late
+from thresher.kernels.operands import NotFinite, RowCheck, raise_deferred
 
 
 def set_row(values: Tensor, row: int, bad: float) -> Tensor:
@@ -55,20 +55,20 @@ def test_bad_data_names_argument_and_first_index(name: str, bad: float, words: s
     ],
 )
 def test_what_log_probs_found_is_raised_later(name: str, bad: float, words: str) -> None:
-    """The loss raises it before checking its own data, which NaN log-probs are part of; or `raise_late` does."""
+    """The loss raises it before checking its own data, which NaN log-probs are part of; or `raise_deferred` does."""
     case = make_case(40)
     wrong = replace(case, **{name: set_row(getattr(case, name), 7, bad)})
-    late: list[list[RowCheck]] = []
-    ref, _ = token_logprobs(case.hidden, case.head, case.targets, late=late)
+    checks: list[list[RowCheck]] = []
+    ref, _ = token_logprobs(case.hidden, case.head, case.targets, defer_checks_to=checks)
     assert torch.equal(ref, token_logprobs(case.hidden, case.head, case.targets)[0])
-    raise_late(late)
-    ref, _ = token_logprobs(wrong.hidden, wrong.head, wrong.targets, late=late)
+    raise_deferred(checks)
+    ref, _ = token_logprobs(wrong.hidden, wrong.head, wrong.targets, defer_checks_to=checks)
     expected = NotFinite if name == "hidden" else ValueError
     with pytest.raises(expected, match=words):
-        raise_late(late)
+        raise_deferred(checks)
     with pytest.raises(expected, match=words):
-        grpo_loss(*case.arguments, ref_logprobs_T=ref, late=late)
-    raise_late([])
+        grpo_loss(*case.arguments, ref_logprobs_T=ref, deferred_checks=checks)
+    raise_deferred([])
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def arguments(
     T: int, H: int, dtype: torch.dtype, scale: float = 1.0, of_weight: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
     """Return x, more and w, and the gradients of both outputs."""
-    x_TH, more_TH = drawn(T, H, seed=1, dtype=dtype, scale=scale), drawn(T, H, seed=2, dtype=dtype, scale=scale)
+    x_TH, addend_TH = drawn(T, H, seed=1, dtype=dtype, scale=scale), drawn(T, H, seed=2, dtype=dtype, scale=scale)
     weight_H = (1 + 0.5 * drawn(H, seed=3, dtype=torch.float32)).to(of_weight or dtype)
-    return x_TH, more_TH, weight_H, drawn(T, H, seed=4, dtype=dtype), drawn(T, H, seed=5, dtype=dtype)
+    return x_TH, addend_TH, weight_H, drawn(T, H, seed=4, dtype=dtype), drawn(T, H, seed=5, dtype=dtype)
 
 
 def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor]:
@@ -228,12 +228,12 @@ def test_no_rows() -> None:
         ({"x_TH": torch.ones(3, 4, dtype=torch.float16)}, "x_TH has dtype torch.float16; expected bfloat16 or float32"),
         ({"x_TH": torch.ones(3)}, r"x_TH has shape \(3,\); expected \[T, H\] with H from 1 to 8,192"),
         ({"x_TH": torch.ones(1, MAX_WIDTH + 1)}, r"x_TH has shape \(1, 8193\); expected \[T, H\]"),
-        ({"more_TH": torch.ones(2, 4)}, r"more_TH has shape \(2, 4\) .*; expected dense \(3, 4\)"),
+        ({"addend_TH": torch.ones(2, 4)}, r"addend_TH has shape \(2, 4\) .*; expected dense \(3, 4\)"),
         ({"weight_H": torch.ones(3)}, r"weight_H has shape \(3,\) .*; expected dense \(4,\)"),
         ({"weight_H": torch.ones(4).bfloat16()}, "weight_H is torch.bfloat16 on .*; expected torch.float32 on"),
     ],
 )
 def test_refusals(change: dict[str, Tensor], complaint: str) -> None:
-    fine = {"x_TH": torch.ones(3, 4), "more_TH": torch.ones(3, 4), "weight_H": torch.ones(4)}
+    fine = {"x_TH": torch.ones(3, 4), "addend_TH": torch.ones(3, 4), "weight_H": torch.ones(4)}
     with pytest.raises(ValueError, match=complaint):
         fused_add_norm(**{name: tensor.to(DEVICE) for name, tensor in {**fine, **change}.items()}, eps=EPS)

@@ -55,23 +55,23 @@ class Cache:
     def __init__(
         self,
         heads: tuple[int, int, int],
-        page_size: int,
+        block_size: int,
         lengths: Sequence[int] = LENGTHS,
         spread: int = 1,
         fill: float = 50.0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         query_heads, kv_heads, dim = heads
-        tile = row_tile(dim, page_size, dtype, torch.device("cpu"))
-        self.shape = CacheShape(query_heads, kv_heads, page_size, tile)
-        needs = [-(-length // page_size) for length in lengths]
+        tile = row_tile(dim, block_size, dtype, torch.device("cpu"))
+        self.shape = CacheShape(query_heads, kv_heads, block_size, tile)
+        needs = [-(-length // block_size) for length in lengths]
         count = 1 + spread * (sum(needs) + 1)  # at least one spare block, which stays NaN
         free = list(range(1, count))
         Random(0).shuffle(free)
         if spread == 1:
             free.sort(key=lambda block: block == count - 1)
-        self.k = torch.full((count, kv_heads, dim, page_size), torch.nan, dtype=dtype)
-        self.v = torch.full((count, kv_heads, page_size, dim), torch.nan, dtype=dtype)
+        self.k = torch.full((count, kv_heads, dim, block_size), torch.nan, dtype=dtype)
+        self.v = torch.full((count, kv_heads, block_size, dim), torch.nan, dtype=dtype)
         self.k[0], self.v[0] = fill, -fill
         self.table_BP = np.zeros((len(lengths) + SHARERS, max(needs)), np.int64)
         self.qkv: list[QKV] = []
@@ -81,18 +81,18 @@ class Cache:
             blocks, free = free[:need], free[need:]
             self.table_BP[number, :need] = blocks
             # After the last token: finite, but arbitrary.
-            pad = (0, 0, 0, 0, 0, need * page_size - length)
+            pad = (0, 0, 0, 0, 0, need * block_size - length)
             k, v = F.pad(k, pad, value=fill), F.pad(v, pad, value=-fill)
-            self.k[blocks] = k.view(need, page_size, kv_heads, dim).permute(0, 2, 3, 1)
-            self.v[blocks] = v.view(need, page_size, kv_heads, dim).transpose(1, 2)
+            self.k[blocks] = k.view(need, block_size, kv_heads, dim).permute(0, 2, 3, 1)
+            self.v[blocks] = v.view(need, block_size, kv_heads, dim).transpose(1, 2)
         longest = max(range(len(lengths)), key=lambda number: lengths[number])
         self.longest = longest
         self.table_BP[len(lengths) :] = self.table_BP[longest]
         self.sharers = list(range(len(lengths), len(lengths) + SHARERS))
 
     def buckets(self, runs: Sequence[Run], shared: bool = False) -> list[PagedBucket]:
-        table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        pieces = QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N)
+        slot_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+        pieces = QueryRuns(slot_N, start_N, count_N, np.cumsum(count_N) - count_N)
         return paged_buckets(self.table_BP, pieces, self.shape, torch.device("cpu"), share=shared)
 
     def rows(self, run: Run) -> Tensor:
@@ -123,12 +123,12 @@ def truth(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("block_size", PAGES)
 @pytest.mark.parametrize("heads", SMALL[:3], ids=str)
 @pytest.mark.fast_cases(2)
-def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
+def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
     """Rows are fed all at once, in pieces, one by one and with shared products; float64 is the truth."""
-    cache = Cache(heads, page_size, [*LENGTHS, LONG], dtype=dtype)
+    cache = Cache(heads, block_size, [*LENGTHS, LONG], dtype=dtype)
     fed = [cache.attend([(number, 0, len(q)) for number, (q, _, _) in enumerate(cache.qkv)])]
     fed.append([torch.cat(cache.attend(cut)) for cut in cuts(cache)])
     for outputs in fed:
@@ -199,25 +199,25 @@ def assert_equal_bits(cache: Cache) -> None:
             assert torch.equal(found, rows), f"{how}: {count} rows of {table} from {start}"
 
 
-@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("block_size", PAGES)
 @pytest.mark.parametrize(
     "heads", [pytest.param(heads, marks=[pytest.mark.bits] if heads in SMALL[2:4] else []) for heads in HEADS], ids=str
 )
 @pytest.mark.fast_cases(6)
-def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, int], page_size: int) -> None:
+def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, int], block_size: int) -> None:
     needs_invariant_attention(*heads)
-    assert_equal_bits(Cache(heads, page_size))
+    assert_equal_bits(Cache(heads, block_size))
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", SMALL, ids=str)
 @pytest.mark.fast_cases(3)
 def test_so_it_has_in_long_sequences_and_small_pieces(
-    heads: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int], block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_invariant_attention(*heads)
     monkeypatch.setattr(paged_cpu, "SCORE_ELEMENTS", 4 * LONG * heads[0])
-    assert_equal_bits(Cache(heads, page_size, [LONG, 40, LONG - 1]))
+    assert_equal_bits(Cache(heads, block_size, [LONG, 40, LONG - 1]))
 
 
 @pytest.mark.parametrize(("heads", "threads"), [((14, 2, 64), 2), *((heads, 3) for heads in SMALL)], ids=str)
@@ -266,11 +266,11 @@ def test_blocks_are_shared_where_it_is_asked_for() -> None:
     assert torch.equal(lone.query_L, unasked.query_L)
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-def test_what_lies_behind_a_sequence_does_not_matter(page_size: int) -> None:
+@pytest.mark.parametrize("block_size", PAGES)
+def test_what_lies_behind_a_sequence_does_not_matter(block_size: int) -> None:
     results = []
     for fill in (0.0, 1e4, -3.0):
-        cache = Cache((4, 2, 24), page_size, fill=fill)
+        cache = Cache((4, 2, 24), block_size, fill=fill)
         results.append([rows for _, runs, shared in steps(cache) for rows in cache.attend(runs, shared)])
     assert all(all(map(torch.equal, results[0], other)) for other in results[1:])
 

@@ -46,7 +46,7 @@ def arguments(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, apar
         "k_PKSD": k_PKSD,
         "v_PKSD": v_PKSD,
         "block_T": torch.where(torch.arange(T) % 3 == 2, -1, order // S).to(DEVICE, torch.int32),
-        "slot_T": (order % S).to(DEVICE),
+        "offset_T": (order % S).to(DEVICE),
     }
 
 
@@ -66,7 +66,7 @@ def check(given: dict[str, Any], q_TND: Tensor) -> None:
     budget = torch.cat([a * cos + b * sin, b * cos + a * sin], -1) * torch.finfo(dtype).eps * 1.01
 
     expected_k, expected_v = (torch.full_like(k_PKSD, torch.nan) for _ in range(2))
-    for row, (block, slot) in enumerate(zip(given["block_T"].tolist(), given["slot_T"].tolist(), strict=True)):
+    for row, (block, slot) in enumerate(zip(given["block_T"].tolist(), given["offset_T"].tolist(), strict=True)):
         assert ((q_TND[row].double() - true_TMD[row, :N]).abs() <= budget[row, :N]).all()  # bound: two roundings
         if block >= 0:
             ours_KD = k_PKSD[block, :, slot]
@@ -175,7 +175,7 @@ def test_a_row_of_nans_stays_in_its_place() -> None:
     found_TND = fused_rotate_and_store(**given)
     others = [0, 2, 3]
     assert torch.equal(found_TND[others], q_TND[others]) and found_TND[1].isnan().all()
-    block, slot = int(given["block_T"][1]), int(given["slot_T"][1])
+    block, slot = int(given["block_T"][1]), int(given["offset_T"][1])
     for name in ("k_PKSD", "v_PKSD"):
         assert clean[name][block, :, slot].isfinite().all()
         clean[name][block, :, slot] = torch.nan
@@ -196,7 +196,7 @@ def test_no_rows() -> None:
         ({"qkv_TMD": torch.ones(2, 4, 5).transpose(1, 2)}, r"qkv_TMD has shape .*; expected dense \(2, 5, 4\)"),
         ({"rope": torch.ones(2, 3, 1, 2)}, r"rope has shape .*; expected dense \(2, 2, 1, 2\)"),
         ({"block_T": torch.zeros(2)}, "block_T is torch.float32 on .*; expected torch.int32"),
-        ({"slot_T": torch.zeros(3, dtype=torch.int32)}, r"slot_T has shape .*; expected dense \(2,\)"),
+        ({"offset_T": torch.zeros(3, dtype=torch.int32)}, r"offset_T has shape .*; expected dense \(2,\)"),
         ({"k_PKSD": torch.ones(2, 1, 4, 3).transpose(2, 3)}, r"a block of k_PKSD has shape .*; expected dense"),
         ({"v_PKSD": torch.ones(2, 2, 3, 4)}, r"a block of v_PKSD has shape .*; expected dense \(1, 1, 3, 4\)"),
         ({"k_PKSD": torch.ones(4)}, "a block of k_PKSD has shape"),
@@ -210,7 +210,7 @@ def test_refusals(change: dict[str, Any], complaint: str) -> None:
         "k_PKSD": torch.ones(2, 1, 3, 4),
         "v_PKSD": torch.ones(2, 1, 3, 4),
         "block_T": torch.zeros(2, dtype=torch.int32),
-        "slot_T": torch.zeros(2, dtype=torch.int32),
+        "offset_T": torch.zeros(2, dtype=torch.int32),
     }
     there = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in {**fine, **change}.items()}
     with pytest.raises(ValueError, match=complaint):

@@ -26,10 +26,10 @@ class Writer:
 class Memory:
     """A pool, the written contents of its slots, and sequences that use them as the decoder does."""
 
-    def __init__(self, num_blocks: int, page_size: int) -> None:
-        self.pool, self.size = BlockPool(num_blocks, page_size), page_size
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool, self.size = BlockPool(num_blocks, block_size), block_size
         self.scheduler = Scheduler(self.pool, max_running=99)
-        self.slots: list[list[Content | None]] = [[None] * page_size for _ in range(num_blocks)]
+        self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.writers: list[Writer] = []
 
     def find(self, ids: list[int], most: int) -> Prefix:
@@ -116,13 +116,13 @@ OPERATION = st.tuples(st.sampled_from("bbbwggglkkf"), st.integers(0, 50), st.int
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(st.integers(2, 24), st.integers(1, 5), st.integers(1, 3), st.lists(OPERATION, max_size=80))
 def test_what_is_found_is_right_and_nothing_is_lost(
-    num_blocks: int, page_size: int, letters: int, operations: list[tuple[str, int, int]]
+    num_blocks: int, block_size: int, letters: int, operations: list[tuple[str, int, int]]
 ) -> None:
     """Few letters, so that prefixes often agree and end within a block."""
-    memory = Memory(num_blocks, page_size)
+    memory = Memory(num_blocks, block_size)
     for what, which, seed in operations:
         rng = Random(seed)
-        ids = [rng.randrange(letters) for _ in range(rng.randint(1, 4 * page_size))]
+        ids = [rng.randrange(letters) for _ in range(rng.randint(1, 4 * block_size))]
         if what == "f":
             memory.find(ids, rng.randint(0, len(ids)))
         elif what == "b" or not memory.writers:
@@ -130,7 +130,7 @@ def test_what_is_found_is_right_and_nothing_is_lost(
         else:
             writer = memory.writers[which % len(memory.writers)]
             if what == "w":
-                memory.write(writer, rng.randint(0, 2 * page_size))
+                memory.write(writer, rng.randint(0, 2 * block_size))
             elif what == "g":
                 memory.grow(writer, ids[: rng.randint(0, len(ids))])
             else:

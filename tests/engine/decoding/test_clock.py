@@ -7,7 +7,7 @@ import torch
 from decoding_cases import Plan, TurnPlan, play
 
 from thresher.engine.decoding import decoder as clock_module
-from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
+from thresher.engine.decoding.decoder import DecodeClock, Decoder, DeviceTimer
 from thresher.engine.decoding.decoder_cuda import BucketStep, DeviceDecoder, PendingStep
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
@@ -49,9 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def test_on_cuda_a_lap_is_the_gpus_own_and_on_a_cpu_the_hosts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    with CudaTimer(cuda) as first:
+    with DeviceTimer(cuda) as first:
         gpu.now += 30.0
-    with CudaTimer(cuda) as second:
+    with DeviceTimer(cuda) as second:
         gpu.now += 500.0
     gpu.reached = 30.0
     assert first.seconds() == pytest.approx(0.03) and first.host < 0.02, "the host did not wait for it"
@@ -63,7 +63,7 @@ def test_on_cuda_a_lap_is_the_gpus_own_and_on_a_cpu_the_hosts(gpu: Gpu, monkeypa
     assert clock.prefill == pytest.approx(0.155) and clock.decode == pytest.approx(0.375)
     ticks = iter([5.0, 7.5])
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
-    with CudaTimer(torch.device("cpu")) as lap:
+    with DeviceTimer(torch.device("cpu")) as lap:
         pass
     assert lap.seconds() == lap.host == 2.5
 
@@ -80,8 +80,8 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
 ) -> None:
     """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done only what was read back."""
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
-    module = __import__(kind.__module__, fromlist=["CudaTimer"])
-    monkeypatch.setattr(module, "CudaTimer", lambda device: CudaTimer(torch.device("cuda")))
+    module = __import__(kind.__module__, fromlist=["DeviceTimer"])
+    monkeypatch.setattr(module, "DeviceTimer", lambda device: DeviceTimer(torch.device("cuda")))
     hidden, prefills, decodes = Policy.hidden, 0, 0
 
     def forward(policy: Policy, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Any) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
         return hidden(policy, ids_T, positions_T, attend)
 
     monkeypatch.setattr(Policy, "hidden", forward)
-    decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4, speculate=speculate)
+    decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, block_size=16, max_running=4, speculate=speculate)
     # The work that the GPU has done when a step's draws are read: with its own decoder, up to that step's launch.
     launch, read, sample, times = BucketStep.launch, PendingStep.read, Decoder._sample_rows, list[float]()
 

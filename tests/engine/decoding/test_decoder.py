@@ -111,17 +111,17 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it_and_in_whatever_pieces_it
     assert play(decoder, prompts, plans[::-1]) == expected[::-1]
 
 
-@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.fast_cases(1)
-def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+def test_so_it_is_with_larger_pages(block_size: int, writer: Policy, tiny_tokenizer: Tokenizer) -> None:
     """All sequences need a second block at once, and there is one block too few."""
     needs_invariant_policy(writer)
-    rng = Random(page_size)
-    prompts = [[rng.randrange(tiny_tokenizer.vocab_size) for _ in range(page_size - 4)] for _ in range(5)]
-    prompts[1][: page_size // 2] = prompts[0][: page_size // 2]
+    rng = Random(block_size)
+    prompts = [[rng.randrange(tiny_tokenizer.vocab_size) for _ in range(block_size - 4)] for _ in range(5)]
+    prompts[1][: block_size // 2] = prompts[0][: block_size // 2]
     plans = [Plan(prompt=n % 5, seed=n, turns=(TurnPlan(room=20), TurnPlan(room=9))) for n in range(8)]
-    one = make_decoder(writer, tiny_tokenizer, page_size=page_size, reuse=False, max_running=1)
-    many = make_decoder(writer, tiny_tokenizer, page_size=page_size, num_blocks=1 + 9)
+    one = make_decoder(writer, tiny_tokenizer, block_size=block_size, reuse=False, max_running=1)
+    many = make_decoder(writer, tiny_tokenizer, block_size=block_size, num_blocks=1 + 9)
     assert play(many, prompts, plans) == play(one, prompts, plans) and many.clock.preemptions > 0
 
 
@@ -208,7 +208,7 @@ def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
     monkeypatch.setattr(sampling, "head_logits", head_logits)
     plans = [Plan(prompt=0, seed=seed, turns=(TurnPlan(room=8),), draw=draw) for seed in range(4)]
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
-    decoder = make(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4)
+    decoder = make(tiny_policy, tiny_tokenizer, num_blocks=40, block_size=16, max_running=4)
     prompt = [tiny_tokenizer.encode("Who is it?")]
     if not ends:
         assert all(len(turn[0]) == 8 for record in play(decoder, prompt, plans) for turn in record)
@@ -224,7 +224,7 @@ def test_a_decoder_that_met_nan_decodes_again_as_one_that_never_did(
     """A CPU decoder keeps its cache between calls, but not NaN in slots that attention multiplies by 0."""
     prompts = [tiny_tokenizer.encode("Who is the mayor of the town?"), tiny_tokenizer.encode("Who?")]
     plans = [Plan(prompt=number, seed=number, turns=(TurnPlan(room=5),)) for number in range(2)]
-    sizes: dict[str, Any] = {"num_blocks": 40, "page_size": 64, "max_running": 4}
+    sizes: dict[str, Any] = {"num_blocks": 40, "block_size": 64, "max_running": 4}
     decoder, whole = Decoder(tiny_policy, tiny_tokenizer, **sizes), make_tiny_policy().state_dict()
     tiny_policy.norm.mul_(torch.nan)
     tiny_policy.layers[0].qkv_weight.mul_(torch.nan)

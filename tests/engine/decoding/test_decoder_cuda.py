@@ -58,7 +58,7 @@ needs_cuda = pytest.mark.skipif(not CUDA, reason="graphs are captured on a GPU")
 
 def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> DeviceDecoder:
     """Return a decoder on the GPU, if there is one. Its graphs are compared with results of the policy on the CPU."""
-    return DeviceDecoder(policy, tokenizer, **{"num_blocks": 400, "page_size": 16, "max_running": 64, **changes})
+    return DeviceDecoder(policy, tokenizer, **{"num_blocks": 400, "block_size": 16, "max_running": 64, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_few_new_rows_wait_while_others_decode(
     prefill = DeviceDecoder._prefill
 
     def noted(decoder: DeviceDecoder, runs: QueryRuns) -> None:
-        steps.extend([decoder._steps_begun] * bool(len(runs.table_N)))
+        steps.extend([decoder._steps_begun] * bool(len(runs.slot_N)))
         prefill(decoder, runs)
 
     monkeypatch.setattr(DeviceDecoder, "_prefill", noted)
@@ -525,7 +525,7 @@ def test_a_graph_of_new_rows_has_the_bits_of_the_step_that_it_holds(endless: Pol
         decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * (20 + n)), n, PLAIN), (), 9)
     decoder._admit()
     step = PrefillStep(64, endless, decoder._cache(), decoder.batch, decoder._pool)
-    step.load(decoder._make_room())
+    step.load(decoder._schedule_rows())
     found = []
     for _ in range(PrefillStep.captured_at + 1):
         for kept in decoder.held():

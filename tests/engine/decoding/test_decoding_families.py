@@ -58,7 +58,7 @@ def test_results_are_those_of_one_sequence_at_a_time(
         monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
     prompts, plans = random_world(Random(7), tiny_tokenizer.vocab_size, 8)
     wanted = alone(policy, tiny_tokenizer, prompts, plans)
-    sizes = {"num_blocks": blocks(prompts, plans, 3), "page_size": 16, "max_running": 5}
+    sizes = {"num_blocks": blocks(prompts, plans, 3), "block_size": 16, "max_running": 5}
     make = DeviceDecoder if device else make_decoder
     if device and torch.cuda.is_available() and policy.config.head_dim >= 16:  # the kernels' minimum
         policy = deepcopy(policy).to("cuda")

@@ -16,8 +16,8 @@ TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
 
 def step_of(cache: PagedKV, *runs: tuple[int, int, int]) -> PagedStep:
     """Return a step with runs of (row of the table, first position, count)."""
-    table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-    return PagedStep(cache, TABLE_BP, QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N))
+    slot_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+    return PagedStep(cache, TABLE_BP, QueryRuns(slot_N, start_N, count_N, np.cumsum(count_N) - count_N))
 
 
 def fed(cache: PagedKV, step: PagedStep, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +72,6 @@ def test_the_memory_is_what_was_said_and_a_page_size_that_breaks_the_sums_is_ref
     for dtype in (torch.float32, torch.bfloat16):
         cache = PagedKV(config, 7, 32, dtype)
         assert cache.k_LPKDS.nbytes + cache.v_LPKSD.nbytes == PagedKV.bytes_needed(config, 7, 32, dtype.itemsize)
-    for page_size in (0, 1, 8, 24):
-        with pytest.raises(UserError, match=rf"kv_block_size is {page_size}; expected a multiple of 16"):
-            PagedKV(config, 5, page_size)
+    for block_size in (0, 1, 8, 24):
+        with pytest.raises(UserError, match=rf"kv_block_size is {block_size}; expected a multiple of 16"):
+            PagedKV(config, 5, block_size)

@@ -101,7 +101,7 @@ def test_a_gpu_s_steps_agree(policy: Policy, tiny_tokenizer: Tokenizer, monkeypa
     preempted = 0
     for spare, rows, speculate in ((0, 2048, 3), (100, 24, 0)):
         monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
-        sizes: dict[str, Any] = {"num_blocks": blocks(prompts, plans, spare), "page_size": 16, "max_running": 8}
+        sizes: dict[str, Any] = {"num_blocks": blocks(prompts, plans, spare), "block_size": 16, "max_running": 8}
         decoder = DeviceDecoder(policy, tiny_tokenizer, speculate=speculate, **sizes)
         agree(play(decoder, prompts, plans), wanted)
         assert nobody_owns_a_block(decoder) and decoder.idle
@@ -131,7 +131,7 @@ def test_one_that_is_preempted_goes_on_where_it_was(
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     monkeypatch.setattr(decoder_module, "FORWARD_ROWS", 20)
     ids = [Random(1).randrange(tiny_tokenizer.vocab_size) for _ in range(120)]
-    decoder = make(policy, tiny_tokenizer, num_blocks=30, page_size=16, max_running=4)
+    decoder = make(policy, tiny_tokenizer, num_blocks=30, block_size=16, max_running=4)
     decoder.begin(120, DecodeClock())
     wanted = until_scored(decoder, scoring(decoder, ids, 30))
     assert len(wanted) == 90 and decoder.clock.prefilled_tokens == 119
@@ -158,7 +158,7 @@ def test_logits_that_are_not_finite_end_it(
 ) -> None:
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     policy.norm.mul_(torch.nan)
-    decoder = make(policy, tiny_tokenizer, num_blocks=30, page_size=16, max_running=4)
+    decoder = make(policy, tiny_tokenizer, num_blocks=30, block_size=16, max_running=4)
     decoder.begin(30, DecodeClock())
     with pytest.raises(NotFiniteDraw, match="log-prob of a token is not finite"):
         until_scored(decoder, scoring(decoder, [1, 2, 3, 4], 2))

@@ -96,7 +96,7 @@ def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tok
     """A GPU's decoder: drafts after the last token of a prompt whose state others take, and tokens rolled back."""
     prompts, plans = random_world(Random(3), 6, 10)
     wanted = alone(policy, tokenizer, prompts, plans)
-    sizes = {"num_blocks": blocks(prompts, plans, 4), "page_size": 16, "max_running": 6, "speculate": speculate}
+    sizes = {"num_blocks": blocks(prompts, plans, 4), "block_size": 16, "max_running": 6, "speculate": speculate}
     decoder = DeviceDecoder(policy, tokenizer, **sizes)
     agree(play(decoder, prompts, plans), wanted)
     assert decoder.clock.shared_tokens > 0 and (decoder.clock.drafted_tokens > 0) == (speculate > 0)
@@ -113,7 +113,7 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
     texts = [tuple(Random(seed).choices(range(6), k=20)) for seed in range(8)]
     scored = [replace(plan, scored=text) for plan, text in zip(plans, texts, strict=True)]
     monkeypatch.setattr(decoder_module, "FORWARD_ROWS", 30)
-    sizes = {"num_blocks": blocks(prompts, scored, 4), "page_size": 16, "max_running": 6, "speculate": 3}
+    sizes = {"num_blocks": blocks(prompts, scored, 4), "block_size": 16, "max_running": 6, "speculate": 3}
     found = play(make(policy, tokenizer, **sizes), prompts, scored)
     agree([turns_of(record) for record in found], wanted)
     for plan, record in zip(plans, found, strict=True):
@@ -145,7 +145,7 @@ def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
     monkeypatch.setattr(BlockPool, "keep_state", keeping)
     for text in ((), (SCORED_ID,) * 5):
         scored = [replace(plan, scored=text) for plan in plans]
-        sizes = {"num_blocks": blocks(prompts, scored, 40), "page_size": 16, "max_running": 60, "speculate": 0}
+        sizes = {"num_blocks": blocks(prompts, scored, 40), "block_size": 16, "max_running": 60, "speculate": 0}
         decoder = make(policy, tokenizer, **sizes)
         play(decoder, prompts, scored)
         prefilled.append(decoder.clock.prefilled_tokens)
@@ -161,7 +161,7 @@ def test_a_prompt_is_kept_before_its_drafts(policy: Policy, tokenizer: Tokenizer
     draws = [SamplingParams(float(seed > 1)) for seed in range(1, 5)]
     plans = [Plan(prompt=0, seed=seed, turns=(turn,), draw=draw) for seed, draw in enumerate(draws)]
     wanted = alone(policy, tokenizer, prompts, plans)
-    sizes = {"num_blocks": blocks(prompts, plans, 8), "page_size": 16, "max_running": 4, "speculate": 3}
+    sizes = {"num_blocks": blocks(prompts, plans, 8), "block_size": 16, "max_running": 4, "speculate": 3}
     decoder = DeviceDecoder(policy, tokenizer, **sizes)
     agree(play(decoder, prompts, plans), wanted)
     assert decoder.clock.shared_tokens == 3 * (len(prompts[0]) - 1) and decoder.clock.drafted_tokens > 0

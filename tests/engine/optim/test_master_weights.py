@@ -32,7 +32,7 @@ def items(seed: int) -> list[TrainSequence]:
 def test_masters_in_another_memory_change_no_bit(
     make_tiny_policy: Callable[..., Policy], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STRETCH", 700)  # several per matrix
+    monkeypatch.setattr(module, "COPY_CHUNK", 700)  # several per matrix
     ends, copied = [], list[int]()
     monkeypatch.setattr(MasterWeights, "_note_copy", lambda _, number: copied.append(number))
     for offload in ("none", "masters"):
@@ -54,8 +54,8 @@ def test_masters_in_another_memory_change_no_bit(
 
 def test_a_policy_of_float32_is_its_own_master(make_tiny_policy: Callable[..., Policy]) -> None:
     policy = make_tiny_policy().requires_grad_(True)
-    own = MasterWeights(policy, apart=True)
-    assert not own.apart and own.head_gradient() is policy.head_VH.grad is not None
+    own = MasterWeights(policy, offloaded=True)
+    assert not own.offloaded and own.head_gradient() is policy.head_VH.grad is not None
     policy.norm.grad = torch.ones_like(policy.norm)
     own.add_gradients()
     own.complete()

@@ -153,7 +153,7 @@ def test_the_cache_is_given_back_before_every_update(
 
 
 def test_only_a_cpu_keeps_its_cache(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    decoder = make_decoder(tiny_policy, tiny_tokenizer, num_blocks=4, page_size=16, max_running=2)
+    decoder = make_decoder(tiny_policy, tiny_tokenizer, num_blocks=4, block_size=16, max_running=2)
     decoder.end()
     assert decoder.held()
     decoder.policy = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]

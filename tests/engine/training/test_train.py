@@ -73,7 +73,7 @@ def test_the_progress_of_rollout_and_update_can_be_polled(
 
     monkeypatch.setattr(console, "polling", polling)
     asking(Decoder, "step")
-    asking(Updater, "_backward")
+    asking(Updater, "_train_micro_batch")
     train(make_recipe(run={"steps": 1, "eval_every": None}), tmp_path / "run")
     of_update = [stage for stage in heard if stage is not None and stage.label == "update"]
     of_rollout = [stage for stage in heard if stage is not None and stage.label == "rollout"]

@@ -6,8 +6,9 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from layout_cases import imported_files, sources
 
-# From low to high: a room imports from itself and from rooms on earlier lines, never from one on the same line.
-ROOMS = (
+# From low to high: a unit, a folder or a file, imports from itself and from units on earlier lines, never from
+# one on the same line.
+UNITS = (
     ("common",),
     ("kernels", "rewards", "recipes"),
     ("kernels/delta",),
@@ -50,15 +51,15 @@ ROOMS = (
     ("bench/gpu_smoke.py",),
     ("cli/__main__.py",),
 )
-LEVEL = {room: level for level, line in enumerate(ROOMS) for room in line}
-SPLIT = ("retrieval", "engine", "bench", "cli")  # packages in which each file is a separate room
-WHOLE = ("policy",)  # rooms that include their subfolders: families of models
+LEVEL = {unit: level for level, line in enumerate(UNITS) for unit in line}
+SPLIT = ("retrieval", "engine", "bench", "cli")  # packages in which each file is a unit
+WHOLE = ("policy",)  # units that include their subfolders: families of models
 
 
-def room_of(path: str) -> str:
-    """Return the room of a file: the file itself at the top of a package in SPLIT, otherwise its folder."""
+def unit_of(path: str) -> str:
+    """Return the unit of a file: itself at the top of a package in SPLIT, otherwise its folder."""
     folder = path.rpartition("/")[0]
-    whole = next((room for room in WHOLE if f"{folder}/".startswith(f"{room}/")), folder)
+    whole = next((unit for unit in WHOLE if f"{folder}/".startswith(f"{unit}/")), folder)
     return path if folder in SPLIT else whole
 
 
@@ -67,12 +68,12 @@ def is_package(path: str) -> bool:
 
 
 def from_above(path: str, source: str) -> list[str]:
-    """Return the imports of a file from rooms that are not below its own."""
-    here = room_of(path)
+    """Return the imports of a file from units that are not below its own."""
+    here = unit_of(path)
     return [
         f"{path} ({here}) imports {there}"
         for there in sorted(imported_files(path, source))
-        if room_of(there) != here and not LEVEL.get(room_of(there), len(ROOMS)) < LEVEL.get(here, 0)
+        if unit_of(there) != here and not LEVEL.get(unit_of(there), len(UNITS)) < LEVEL.get(here, 0)
     ]
 
 
@@ -86,12 +87,12 @@ def cycle(graph: Mapping[str, Collection[str]]) -> list[str]:
     return []
 
 
-def test_every_room_is_on_the_list_and_the_list_names_no_other() -> None:
-    rooms = {room_of(path) for path in sources() if not is_package(path) or "/" not in path}
-    assert rooms | {"recipes"} == set(LEVEL), "a room is new or gone: give it its place in ROOMS"
+def test_every_unit_is_on_the_list_and_the_list_names_no_other() -> None:
+    units = {unit_of(path) for path in sources() if not is_package(path) or "/" not in path}
+    assert units | {"recipes"} == set(LEVEL), "a unit is new or gone: give it its place in UNITS"
 
 
-def test_a_room_imports_only_from_rooms_below_it() -> None:
+def test_a_unit_imports_only_from_units_below_it() -> None:
     wrong = [line for path, source in sources().items() for line in from_above(path, source)]
     assert wrong == [], "\n".join(wrong)
 
@@ -111,7 +112,7 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
         ("common/console.py", "from thresher.engine import TagMatcher", 1),  # only __init__ itself sees it
         ("engine/store/a.py", "from thresher.policy import files\nfrom thresher.engine.training import train", 1),
         ("rewards/a.py", "from thresher.rewards.papers.arena import x", 1),
-        ("nowhere/a.py", "from thresher.common.files import x", 1),  # a room that is not on the list
+        ("nowhere/a.py", "from thresher.common.files import x", 1),  # a unit that is not on the list
         ("rewards/__init__.py", "from thresher.rewards.papers.arena import x", 0),
         ("engine/__init__.py", "from thresher.engine.decoding.stop_tags import TagMatcher", 0),
         (
