@@ -212,17 +212,17 @@ def group_means(values_R: Tensor, group_R: Tensor) -> Tensor:
 def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ratio, J, clipped) of each row; J is differentiable. clipped: no gradient, though A is not 0."""
     ratio_R = capped_exp(log_ratios(logprobs_R, rows))
-    worth_R, clipped_R = _worth(logprobs_R, ratio_R, rows, settings)
+    surrogate_R, clipped_R = _surrogate(logprobs_R, ratio_R, rows, settings)
     if settings.guard:
         assert rows.turn_R is not None
         held_R = rows.advantages_R >= 0 if settings.guard_zero else rows.advantages_R > 0
         fallen_R = -log_ratios(logprobs_R, rows) * (held_R & (rows.turn_R >= 0))
         fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R.clamp(min=0)) > 0)
-        worth_R = worth_R - settings.guard * fallen_R.clamp(min=0.0)
-    return ratio_R, worth_R, clipped_R
+        surrogate_R = surrogate_R - settings.guard * fallen_R.clamp(min=0.0)
+    return ratio_R, surrogate_R, clipped_R
 
 
-def _worth(logprobs_R: Tensor, ratio_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def _surrogate(logprobs_R: Tensor, ratio_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor]:
     A_R, name = rows.advantages_R, settings.surrogate
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     free_R = torch.zeros_like(A_R, dtype=torch.bool)
@@ -252,13 +252,13 @@ def _worth(logprobs_R: Tensor, ratio_R: Tensor, rows: LossRows, settings: LossSe
 
 
 def _clipped(ratio_R: Tensor, A_R: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
-    worth_R = torch.minimum(ratio_R * A_R, ratio_R.clamp(low, high) * A_R)
+    surrogate_R = torch.minimum(ratio_R * A_R, ratio_R.clamp(low, high) * A_R)
     clipped_R = torch.where(A_R > 0, ratio_R > high, (ratio_R < low) & (A_R < 0))
     if dual is not None:
         negative_R = A_R < 0
-        worth_R = torch.where(negative_R, torch.maximum(worth_R, dual * A_R), worth_R)
+        surrogate_R = torch.where(negative_R, torch.maximum(surrogate_R, dual * A_R), surrogate_R)
         clipped_R = clipped_R | (negative_R & (ratio_R > dual))
-    return worth_R, clipped_R
+    return surrogate_R, clipped_R
 
 
 def _divergence(name: str, logprobs_R: Tensor, rows: LossRows) -> Tensor:
@@ -291,11 +291,11 @@ def slopes(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor
     """Return d(sum_t w_t J_t)/dl_t / w_t of each row, w its weight: for surrogates of one row dJ/dl."""
     with torch.enable_grad():
         leaf_R = logprobs_R.detach().requires_grad_(True)
-        _, worth_R, _ = surrogate_of(leaf_R, rows, settings)
+        _, surrogate_R, _ = surrogate_of(leaf_R, rows, settings)
         if isinstance(settings.surrogate, str):  # the weights of other rows are not in a row's slope
-            (slope_R,) = torch.autograd.grad(worth_R.sum(), leaf_R)
+            (slope_R,) = torch.autograd.grad(surrogate_R.sum(), leaf_R)
             return slope_R
-        total = (worth_R * rows.weights_R).sum()
+        total = (surrogate_R * rows.weights_R).sum()
         if not total.requires_grad:
             raise WrongObjective("the objective does not depend on the log-probs; return what is computed from them")
         (slope_R,) = torch.autograd.grad(total, leaf_R)

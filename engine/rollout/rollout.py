@@ -6,8 +6,12 @@ here the decoder, in engine/evaluation/api_rollout.py a server. Searches that ar
 retriever. Calls of tools run in parallel with the writing. A sample does not depend on the others: its noise is a
 function of its seed and position, and the decoder's sequences are independent.
 
-The path of a sample: `Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` passes a turn to the
-writer, and `_store_turn` puts the finished turn on the trajectory.
+The path of a sample, in the order of the calls:
+
+    Rollout.run -> play_all -> play -> Play.begin_groups -> begin      makes its episode
+    serve -> _advance -> _open_turn -> DecoderWriter.begin_turn        serves the episode's requests; a turn is queued
+    Play.step -> DecoderWriter.step -> Decoder.begin_turn, .step       submits queued turns, and draws tokens
+    serve_written -> _store_turn -> serve                              a finished turn goes on the trajectory
 
 A group may outlive its rollout; unfinished.py continues it, by its `log`.
 """
@@ -591,7 +595,7 @@ class Play:
     def serve_written(self, written: Iterable[tuple[Sample, Written]]) -> None:
         """Pass the turns and scores that the writer has finished to their episodes."""
         ended = [(sample, self._store_written(sample, one)) for sample, one in written]
-        self.serve([(sample, answer) for sample, answer in ended if answer is not None])
+        self.serve([(sample, reply) for sample, reply in ended if reply is not None])
 
     def _drop_tools(self) -> None:
         if self.runner.tools.waiting:
@@ -623,7 +627,7 @@ class Play:
     # --- Requests of the samples
 
     def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
-        """Put a finished turn or score on the trajectory; return the answer for its episode, None if that has ended."""
+        """Put a finished turn or score on the trajectory; return the reply for its episode, None if that has ended."""
         self.log_reply(sample, written)
         if sample.score is None:
             return self._store_turn(sample, written)
@@ -813,7 +817,7 @@ class Play:
         pending = [*ready, *self.called]
         self.called = []
         while pending:
-            waiting += [(sample, query) for sample, answer in pending for query in self._advance(sample, answer)]
+            waiting += [(sample, query) for sample, reply in pending for query in self._advance(sample, reply)]
             pending, self.called = self.called, []
         return waiting
 
@@ -824,8 +828,8 @@ class Play:
         started = time.perf_counter()
         found = result()
         self.clock.search += time.perf_counter() - started
-        answers = zip(waiting, found, strict=True)
-        return [(sample, self.note_found(sample, query, hits)) for (sample, query), hits in answers]
+        replies = zip(waiting, found, strict=True)
+        return [(sample, self.note_found(sample, query, hits)) for (sample, query), hits in replies]
 
     def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
         """Put a search on the trajectory and its hits into the log; return the hits for the episode."""
@@ -882,24 +886,22 @@ class Play:
             )
         return self.runner.retriever
 
-    def _advance(self, sample: Sample, answer: object) -> list[str]:
-        """Send `answer` to the episode and serve its requests. Return a list of the one query that it waits for, or an
+    def _advance(self, sample: Sample, reply: object) -> list[str]:
+        """Send `reply` to the episode and serve its requests. Return a list of the one query that it waits for, or an
         empty list."""
         renderer = self.runner.renderer
         while True:
             try:
                 growth = sample.growth
-                request: Request = (
-                    sample.episode.send(answer) if growth is None else growth.send(sample.episode, answer)
-                )
+                request: Request = sample.episode.send(reply) if growth is None else growth.send(sample.episode, reply)
             except StopIteration as stop:
                 self._end(sample, stop.value or "ended")
                 return []
-            answer = None
+            reply = None
             if isinstance(request, Search):
                 if request.among is None:
                     return [request.query]
-                answer = hits = rank_in_context(request.among, request.query, renderer.k)
+                reply = hits = rank_in_context(request.among, request.query, renderer.k)
                 self._note(sample, request.query, hits)
                 continue
             if isinstance(request, Generate):
@@ -907,7 +909,7 @@ class Play:
                 self._open_turn(sample, request)
                 return []
             if isinstance(request, Tool):
-                if (answer := self._begin_tool(sample, request)) is None:
+                if (reply := self._begin_tool(sample, request)) is None:
                     return []
                 continue
             if isinstance(request, SubCall):

@@ -84,10 +84,10 @@ class Growth(Generic[J, S]):
     tree: Tree[J, S]
     exchanges: list[Exchange] = field(default_factory=list)
 
-    def send(self, episode: Episode, answer: object) -> Request:
-        """Send an answer to the episode and return its request; record both for other samples."""
-        kept = copy(answer)  # because the episode may modify the answer
-        request = episode.send(answer)
+    def send(self, episode: Episode, reply: object) -> Request:
+        """Send a reply to the episode and return its request; record both for other samples."""
+        kept = copy(reply)  # because the episode may modify the reply
+        request = episode.send(reply)
         self.exchanges.append(Exchange(kept, _digest(request)))
         return request
 

@@ -1,7 +1,7 @@
 """Continue groups that outlive a rollout, for rollout.partial.
 
 An unfinished group keeps its log, which holds all turns, search hits and results for it, and the tokens drawn so far of
-turns in progress. The next rollout plays the group from its beginning and takes each answer from the log while there
+turns in progress. The next rollout plays the group from its beginning and takes each reply from the log while there
 are any; the tokens drawn so far are prefilled again, under the new weights. A killed run continues in the same way from
 the logs of its checkpoint, and therefore with the same bits.
 """
@@ -195,8 +195,8 @@ class LastingPlay(Play):
         super().__init__(*setting)
         self.complete: list[Group] = []  # since the last `take_complete`
 
-    def log_reply(self, sample: Sample, answer: Reply) -> None:
-        sample.group.log.append((sample.key, answer))
+    def log_reply(self, sample: Sample, reply: Reply) -> None:
+        sample.group.log.append((sample.key, reply))
 
     def end_group(self, group: Group) -> None:
         self.complete.append(group)
@@ -212,28 +212,28 @@ class LastingPlay(Play):
         group.log, group.drawn, group.samples, group.branches, group.playing = [], {}, {}, [], 0
         self.replaying, self.clock = True, RolloutClock()  # replayed work does not count again
         self.begin_groups([group])
-        for key, answer in log:
-            sample = self._waiting(group, key, answer)
-            if isinstance(answer, Written):
-                self.writer.supply(sample, answer)
-                self.serve_written([(sample, answer)])
-            elif isinstance(answer, list):
-                self.serve([(sample, self.note_found(sample, self.queries.pop(key), answer))])
+        for key, reply in log:
+            sample = self._waiting(group, key, reply)
+            if isinstance(reply, Written):
+                self.writer.supply(sample, reply)
+                self.serve_written([(sample, reply)])
+            elif isinstance(reply, list):
+                self.serve([(sample, self.note_found(sample, self.queries.pop(key), reply))])
             else:
-                self.serve([(sample, self.note_tool(sample, answer))])
+                self.serve([(sample, self.note_tool(sample, reply))])
         self.replaying, self.clock = False, self.runner.clock
         for key, beginning in drawn.items():
             self.writer.supply_beginning(self._waiting(group, key, beginning), beginning)
 
-    def _waiting(self, group: Group, key: str, answer: Reply) -> Sample:
-        """Return the sample that waits for an answer of this kind. UserError if there is none."""
+    def _waiting(self, group: Group, key: str, reply: Reply) -> Sample:
+        """Return the sample that waits for a reply of this kind. UserError if there is none."""
         sample = group.samples.get(key)
         if sample is not None and not sample.trajectory.reason:
             turn, searches = self.writer.queued.get(sample), key in self.queries
-            if isinstance(answer, Written):
-                fits = turn is not None and bool(turn.sequence.scored_from) is not bool(answer.ids)
+            if isinstance(reply, Written):
+                fits = turn is not None and bool(turn.sequence.scored_from) is not bool(reply.ids)
             else:
-                fits = turn is None and searches is isinstance(answer, list)
+                fits = turn is None and searches is isinstance(reply, list)
             if fits:
                 return sample
         raise UserError(

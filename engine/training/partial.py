@@ -62,7 +62,7 @@ class Queue:
                 "group": number,
                 "question": group.question.id,
                 "version": group.version,
-                "log": [[key, *_packed(answer)] for key, answer in group.log],
+                "log": [[key, *_packed(reply)] for key, reply in group.log],
                 "drawn": {key: _packed(drawn)[1] for key, drawn in group.drawn.items()},
             }
             for number, group in sorted(self.groups.items())
@@ -201,15 +201,15 @@ def restore(group: Group, record: Mapping[str, Any]) -> Group:
     return group
 
 
-def _packed(answer: Reply) -> tuple[str, Any]:
-    if isinstance(answer, Written):
-        runs = [list(run) for run in answer.versions]
-        values = {"ids": answer.ids, "logprobs": list(answer.logprobs), "stop": answer.stop, "full": answer.full}
-        return "written", values | {"trailing": answer.trailing.hex(), "versions": runs}
-    if isinstance(answer, list):
-        passages = [(hit.row, hit.score, hit.passage) for hit in answer]
+def _packed(reply: Reply) -> tuple[str, Any]:
+    if isinstance(reply, Written):
+        runs = [list(run) for run in reply.versions]
+        values = {"ids": reply.ids, "logprobs": list(reply.logprobs), "stop": reply.stop, "full": reply.full}
+        return "written", values | {"trailing": reply.trailing.hex(), "versions": runs}
+    if isinstance(reply, list):
+        passages = [(hit.row, hit.score, hit.passage) for hit in reply]
         return "found", [[row, score, one.id, one.title, one.text] for row, score, one in passages]
-    return "tool", answer
+    return "tool", reply
 
 
 def _unpacked(kind: str, value: Any) -> Reply:
