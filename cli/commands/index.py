@@ -170,6 +170,7 @@ class Build(
     dim: Annotated[Count | None, "dimension of the lexical encoder; default: 2048"] = None
     # Settings of a trained encoder that may be given in the place of what its folder says.
     pooling: Annotated[str | None, "pooling of a model encoder: mean or cls"] = None
+    normalize: Annotated[Literal["yes", "no"] | None, "whether a model encoder's vectors are normalised"] = None
     query_prefix: Annotated[str | None, "prefix of every query, for a model encoder"] = None
     passage_prefix: Annotated[str | None, "prefix of every passage, for a model encoder"] = None
     max_length: Annotated[Count | None, "maximum number of tokens per text, for a model encoder"] = None
@@ -188,6 +189,9 @@ class Build(
                 f"--dim belongs to the encoder {LexicalEncoder.name}, and {self.encoder} takes none; leave it out"
             )
         names = ("pooling", "query_prefix", "passage_prefix", "max_length", "device")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.normalize is not None:
+            options["normalize"] = self.normalize == "yes"
         work = work_folder(Path(self.out))
 
         def kept() -> str | None:
@@ -200,7 +204,7 @@ class Build(
                 self.encoder,
                 self.embed,
                 DEFAULT_DIM if self.dim is None else self.dim,
-                encoder_options={name: getattr(self, name) for name in names if getattr(self, name) is not None},
+                encoder_options=options,
                 on_stage=on_stage,
                 **flags.pick(self, "kind memory recall keep chunk_words skip_empty"),
             )

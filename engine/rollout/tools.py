@@ -87,12 +87,14 @@ class Call:
 
 @dataclass(eq=False, kw_only=True)
 class HostedTool:
-    """A tool with its limits and its calls. queue: calls that have not begun. hung: running calls whose results are no
-    longer awaited."""
+    """A tool with its limits and its calls. grace: seconds after `timeout` in which a call may still end by itself, as
+    a request to a server does. queue: calls that have not begun. hung: running calls whose results are no longer
+    awaited."""
 
     name: str
     function: Callable[[dict[str, Any]], object]
     timeout: float = 10.0
+    grace: float = 0.0
     max_tokens: int | None = None
     concurrency: int = 8
     curriculum: Curriculum | None = None
@@ -180,7 +182,7 @@ class Toolbox:
                 self._begin(tool, found)
             if found or not wait or not self.waiting:
                 return found
-            ends = [call.begun + tool.timeout for tool in self.tools.values() for call in tool.running]
+            ends = [call.begun + tool.timeout + tool.grace for tool in self.tools.values() for call in tool.running]
             pause = min(max(min(ends) - monotonic(), 1e-3), LONGEST_WAIT)
 
     def drop(self) -> None:
@@ -207,7 +209,7 @@ class Toolbox:
 
     def _expire(self, tool: HostedTool, found: list[Call]) -> None:
         now = monotonic()
-        for call in [call for call in tool.running if now - call.begun > tool.timeout]:
+        for call in [call for call in tool.running if now - call.begun > tool.timeout + tool.grace]:
             tool.running.remove(call)
             tool.hung.add(call)
             self._close(tool, call, tool.too_late, found)
@@ -387,7 +389,8 @@ def load_tools(
         else:
             function = partial(_by_keyword, functions[f"[tools.{name}] function"])
         limits = {key: getattr(section, key) for key in ("timeout", "max_tokens", "concurrency")}
-        tools[name] = HostedTool(name=name, function=function, curriculum=_curriculum(section, run), **limits)
+        curriculum, grace = _curriculum(section, run), 0.0 if server is None else CONNECT_SECONDS
+        tools[name] = HostedTool(name=name, function=function, grace=grace, curriculum=curriculum, **limits)
     return Toolbox(tools, None if replay is None else Replay(replay), say)
 
 

@@ -237,7 +237,6 @@ def fill_folder(
     if not (work / MANIFEST).is_file():
         _fill(work, folder, corpus, encoder, settings, on_stage).write(work)
     _tidy(work, settings)
-    write_index_hashes(work)
     return read_manifest(work)
 
 
@@ -286,8 +285,8 @@ def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettin
         "kind": settings.kind.name,
         "dtype": settings.dtype,
     }
-    if path.is_file():
-        begun = read_json_object(path)
+    begun = read_json_object(path) if path.is_file() else _complete(work)
+    if begun is not None:
         for name in ("corpus", "encoder", "embed", "shape"):
             if begun.get(name) != wanted[name]:
                 raise UserError(
@@ -301,6 +300,21 @@ def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettin
             (work / MANIFEST).unlink(missing_ok=True)
     if not path.is_file() or begun != wanted:
         atomic_write_text(path, json.dumps(wanted, indent=2) + "\n")
+
+
+def _complete(work: Path) -> dict[str, Any] | None:
+    """Return the settings of an index that is complete but for its name; None if there is none."""
+    if not (work / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(work)
+    return {
+        "corpus": manifest.corpus_sha256,
+        "encoder": manifest.encoder_fingerprint,
+        "embed": manifest.embed,
+        "shape": [manifest.passages, manifest.dim],
+        "kind": manifest.factory,
+        "dtype": manifest.dtype,
+    }
 
 
 def _short(value: Any) -> str:
@@ -363,12 +377,15 @@ def _largest_norm(vectors: VectorFile) -> float:
 
 
 def _tidy(work: Path, settings: BuildSettings) -> None:
-    """Remove files that the finished index does not need. The manifest exists already, so a kill here loses nothing."""
+    """Write the hashes, and remove files that the finished index does not need. The manifest exists already, so a kill
+    here loses nothing. The record of the settings is removed last."""
     for dtype, name in KEPT_FILES.items():
         if dtype != settings.dtype:
             VectorFile(work / name, 0, 1).remove()
-    for name in (*SCRATCH, RECORD_FILE):
+    for name in SCRATCH:
         VectorFile(work / name, 0, 1).remove()
+    write_index_hashes(work, (RECORD_FILE,))
+    (work / RECORD_FILE).unlink()
 
 
 def _publish(work: Path, folder: Path) -> None:

@@ -86,6 +86,8 @@ def build(
             on_stage("encoding", 0, len(corpus))  # a trained encoder takes a minute or two for its first batch
         manifest = build_folder(corpus, encoder, out, settings, on_stage)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
+        if (chosen := getattr(encoder, "settings", None)) is not None:
+            figures |= {name: f"{value!r}, from {chosen.why[name]}" for name, value in chosen.values().items()}
         if cut := getattr(encoder, "passages_cut", 0):
             figures["passages_cut"] = cut
         figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20
@@ -143,7 +145,10 @@ def _settings(
                 f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(needed.most_ram)} of memory, but {memory} "
                 "are given; leave out the kind to get one that fits"
             )
-    return BuildSettings(kind=parsed, embed=embed, keep=keep, recall=recall, reason=reason)
+    settings = BuildSettings(kind=parsed, embed=embed, keep=keep, recall=recall, reason=reason)
+    if memory is None and parsed.exact and recall != RECALL:
+        raise UserError(f"recall is {recall}, but an index of kind {parsed.name} is searched exactly; leave it out")
+    return settings
 
 
 def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
@@ -156,13 +161,10 @@ def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, repor
     from thresher.retrieval.indexes.bm25 import build_bm25, parse_bm25
 
     settings = parse_bm25(encoder_name)
-    build_bm25(corpus, out, embed, settings=settings, on_stage=report)
     work = work_folder(out)
-    if work.is_dir():
-        for name in CACHE_FILES:
-            if (work / name).is_file():
-                (work / name).rename(out / name)
-        shutil.rmtree(work)
+    cache = [work / name for name in CACHE_FILES if (work / name).is_file()]
+    build_bm25(corpus, out, embed, settings=settings, cache=cache, on_stage=report)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def search_file(

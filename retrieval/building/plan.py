@@ -41,7 +41,7 @@ from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.encoders import Encoder, Vectors
 from thresher.retrieval.indexes.bm25 import SCORES, build_bm25, load_bm25
 from thresher.retrieval.indexes.exact import ExactRows
-from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.faiss_library import faiss, faiss_installed
 from thresher.retrieval.indexes.kinds import (
     PQ_CENTROIDS,
     PROCESS_BYTES,
@@ -231,8 +231,12 @@ class Calibration:
         if sample < LEAST_SAMPLE:
             raise UserError(f"sample is {sample}; expected at least {LEAST_SAMPLE} vectors, or the times mean nothing")
         self.dim, self.sample = dim, sample
-        self.threads = int(faiss.omp_get_max_threads())
         self.known: dict[Any, Any] = {}
+
+    @cached_property
+    def threads(self) -> int:
+        """Return the number of threads that a search uses."""
+        return int(faiss.omp_get_max_threads()) if faiss_installed() else os.cpu_count() or 1
 
     @cached_property
     def _vectors_ND(self) -> Vectors:

@@ -33,7 +33,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import MOST_JSON, atomic_write_text, read_bytes, read_json_object, refuse_hub_id
 from thresher.policy.weights import write_weights
 from thresher.retrieval.encoders import Vectors
-from thresher.retrieval.encoders.tokenizer import WordPiece, load_wordpiece
+from thresher.retrieval.encoders.tokenizer import WordPiece, ignores_case, load_wordpiece
 from thresher.retrieval.encoders.transformer import (
     LENGTH_STEP,
     Bert,
@@ -193,11 +193,11 @@ def _from_sentence_transformers(folder: Path, config: BertConfig) -> _Found:
     similarity = top.get("similarity_fn_name")
     if "Normalize" in modules:
         found["normalize"] = (True, "modules.json")
-    elif similarity in (None, "dot", "dot_product"):
-        found["normalize"] = (False, "modules.json, which has no Normalize")
+    elif similarity in ("dot", "dot_product"):
+        found["normalize"] = (False, f"config_sentence_transformers.json: similarity_fn_name is {similarity}")
     elif similarity == "cosine":
         found["normalize"] = (True, "config_sentence_transformers.json: similarity_fn_name is cosine")
-    else:
+    elif similarity is not None:
         raise UserError(
             f"{folder / 'config_sentence_transformers.json'}: similarity_fn_name is {similarity!r}, expected cosine or "
             "dot, because an index compares by inner product; use another encoder"
@@ -207,10 +207,11 @@ def _from_sentence_transformers(folder: Path, config: BertConfig) -> _Found:
     for name, keys in (("query_prefix", ("query",)), ("passage_prefix", ("document", "passage", "corpus"))):
         if text := next((prompts[key] for key in keys if prompts.get(key)), None):
             found[name] = (text, "config_sentence_transformers.json")
-    file = modules.get("Transformer", folder) / "sentence_bert_config.json"
+    place = modules.get("Transformer", folder)
+    file = place / "sentence_bert_config.json"
     record = _optional(file)
-    if record.get("do_lower_case"):
-        raise UserError(f"{file}: do_lower_case is true, but the tokenizer decides this here; set it to false")
+    if record.get("do_lower_case") and not ignores_case(place):
+        raise UserError(f"{file}: do_lower_case is true, but the tokenizer keeps case; set it to false")
     if record.get("max_seq_length") is not None:
         found["max_length"] = (record["max_seq_length"], "sentence_bert_config.json")
     return found

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_write_text, read_json_object
+from thresher.common.files import MOST_BYTES, atomic_write_text, read_json_object
 from thresher.retrieval.encoders import Vectors
 
 FILE = "lexical.json"
@@ -76,7 +76,7 @@ class LexicalEncoder:
     def load(cls, folder: Path) -> "LexicalEncoder":
         """Read the encoder that `save` wrote."""
         path = folder / FILE
-        record = read_json_object(path)
+        record = read_json_object(path, MOST_BYTES)  # of all words of the corpus
         dim, passages, counts = (record.get(key) for key in ("dim", "passages", "counts"))
         if not (isinstance(dim, int) and isinstance(passages, int) and isinstance(counts, dict)):
             raise UserError(f'{path}: expected "dim", "passages" and "counts"; build the index again')

@@ -104,6 +104,12 @@ def read_tokenizer(folder: Path, vocab_size: int, pairs: bool = False) -> tuple[
     return tokenizer, files
 
 
+def ignores_case(folder: Path) -> bool:
+    """Return whether the tokenizer of a model folder reads capitals as small letters."""
+    normalizer = _read(folder)[0].normalizer
+    return normalizer is not None and bool(normalizer.normalize_str("A") == "a")
+
+
 def _read(folder: Path) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
     path = folder / "tokenizer.json"
     if os.path.lexists(path):

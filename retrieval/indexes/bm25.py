@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
 from array import array
 from collections import Counter
@@ -149,10 +150,12 @@ def build_bm25(
     embed: str = "text",
     *,
     settings: Bm25Settings | None = None,
+    cache: Sequence[Path] = (),
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Bm25Index:
-    """Count and score the words of every passage and write the index to `folder`, completely or not at all. UserError
-    for a `folder` that exists, and for a corpus without a word."""
+    """Count and score the words of every passage and write the index to `folder`, completely or not at all. cache:
+    files of the corpus's cache, which are copied there. UserError for a `folder` that exists, and for a corpus without
+    a word."""
     bm25s = _import_bm25s()
     settings = settings or Bm25Settings()
     folder = Path(folder)
@@ -171,6 +174,8 @@ def build_bm25(
         Manifest.without_vectors(
             KIND, corpus, folder, settings.fingerprint, embed=embed, index_bytes=sum(files.values())
         ).write(staged)
+        for path in cache:
+            shutil.copy2(path, staged / path.name)
         write_index_hashes(staged)
     on_stage(SCORING, 1, 1)
     return Bm25Index(corpus, scores, settings)

@@ -63,7 +63,8 @@ class Hybrid(LocalRetriever):
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Return hits; see Retriever. All queries are passed to every member in one call."""
         depth = min(len(self), max(k, self.depth))
-        found = [member.search(queries, depth) for member in self.members]
+        # Not `search`, because each member would keep `depth` passages of every query in a cache of its own.
+        found = [member._find(queries, depth) for member in self.members]
         return [self._fused(lists, k) for lists in zip(*found, strict=True)]
 
     def _fused(self, lists: tuple[list[Hit], ...], k: int) -> list[Hit]:
@@ -116,7 +117,10 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: b
     places = [_find_member(folder, member) for member in members]
     if _fingerprint(depth, [_manifest_hash(place) for place in places]) != manifest.encoder_fingerprint:
         raise UserError(f"{folder / FILE}: was changed after the index was built; build the index again")
-    return _join(places, find_corpus(manifest, folder, corpus, verify), depth, load)
+    # The first member opens the corpus by its own cache; a hybrid index has none.
+    hybrid = _join(places, corpus, depth, load)
+    find_corpus(manifest, folder, hybrid.corpus)
+    return hybrid
 
 
 def _join(places: list[Path], corpus: Corpus | None, depth: int, load: Load) -> Hybrid:

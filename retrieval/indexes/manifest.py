@@ -7,6 +7,7 @@ Format 1 had only the exact flat index, with its vectors in FAISS's file; it is 
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -84,9 +85,9 @@ class Manifest:
         atomic_write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def write_index_hashes(folder: Path) -> None:
-    """Write `hashes.json` of the files of a finished index folder, except the corpus's cache."""
-    write_hashes(folder, leave_out=CACHE_FILES)
+def write_index_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:
+    """Write `hashes.json` of the files of a finished index folder, except the corpus's cache and `leave_out`."""
+    write_hashes(folder, leave_out=(*CACHE_FILES, *leave_out))
 
 
 def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tuple[Manifest, Hashes | None]:

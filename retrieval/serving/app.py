@@ -322,8 +322,9 @@ class Batcher:
         self._thread.join(timeout)
 
     def _make_room(self, queries: int) -> bool:
-        """Return whether `queries` more may wait, after refusing longer requests that have not begun."""
-        while self.waiting + queries > self.max_waiting:
+        """Return whether `queries` more may wait, after refusing longer requests that have not begun. Where none waits,
+        a request of any length may."""
+        while self.waiting and self.waiting + queries > self.max_waiting:
             longest = max((one for one in self._requests if not one.taken), key=lambda one: one.left, default=None)
             if longest is None or longest.left <= queries:
                 return False

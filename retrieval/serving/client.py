@@ -8,7 +8,7 @@ or if the answer has another shape or is from another index (a header), `Unanswe
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import urllib3
@@ -20,7 +20,8 @@ from thresher.retrieval.serving.app import IDENTITY_HEADER, Bounds, passage_of
 PATH = "/retrieve"
 # Queries in one request: the number of samples that decode at once; the answer has a few megabytes.
 MAX_BATCH = 1024
-MAX_PASSAGES = Bounds().max_passages
+MAX_PASSAGES, MAX_CHARACTERS = Bounds().max_passages, Bounds().max_characters
+MAX_BYTES = 4 * 2**20  # of the queries in one request, as JSON
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 # With one of these statuses, the same request may succeed later.
@@ -62,9 +63,7 @@ class RemoteRetriever(Retriever):
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         found: list[list[Hit]] = []
-        size = max(1, min(self.max_batch, MAX_PASSAGES // k))
-        for start in range(0, len(queries), size):
-            part = queries[start : start + size]
+        for part in self._parts(queries, k):
             body = json.dumps({"queries": part, "topk": k, "return_scores": True}).encode("ascii")
             response = self._ask("POST", self.url, body)
             if response.status != 200:
@@ -72,6 +71,20 @@ class RemoteRetriever(Retriever):
             self._check_identity(response)
             found += self._read_answer(response, len(part), k)
         return found
+
+    def _parts(self, queries: list[str], k: int) -> Iterator[list[str]]:
+        """Yield the queries in parts that a server accepts in one request. A query beyond its limit is cut."""
+        most, part, size = max(1, min(self.max_batch, MAX_PASSAGES // k)), list[str](), 0
+        for query in queries:
+            query = query[:MAX_CHARACTERS]
+            length = len(json.dumps(query))
+            if part and (len(part) == most or size + length > MAX_BYTES):
+                yield part
+                part, size = [], 0
+            part.append(query)
+            size += length
+        if part:
+            yield part
 
     def _read_health(self) -> int | None:
         """Return the server's number of passages; None if it does not report it, because other servers lack /health."""

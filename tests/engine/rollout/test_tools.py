@@ -19,12 +19,13 @@ import pytest
 from rollout_cases import Make, Written, make_jobs, record, system_of
 
 from thresher.common.errors import UserError
+from thresher.common.http import TooSlow
 from thresher.common.records import write_records
 from thresher.engine.config.sections import ToolSection
 from thresher.engine.episode import Generate, Prompt, Result, Retrieved, System, Tool
 from thresher.engine.protocol.prompts import CUT_OFF
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
-from thresher.engine.rollout.tools import MOST_BYTES, HostedTool, HttpTool, Replay, Toolbox, load_tools
+from thresher.engine.rollout.tools import CONNECT_SECONDS, MOST_BYTES, HostedTool, HttpTool, Replay, Toolbox, load_tools
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
@@ -121,6 +122,20 @@ def test_calls_that_hang_neither_block_the_others_nor_the_run() -> None:
     while box.tools["stuck"].hung:
         called(box, Tool("fine", {}))
     assert called(box, Tool("stuck", {})) == [Result("late")]
+
+
+def test_a_call_that_ends_by_itself_does_not_hang() -> None:
+    """A request to a server ends by its own limit, a little after that of the tool."""
+
+    def served(arguments: dict[str, Any]) -> str:
+        if arguments:
+            return "got it"
+        time.sleep(0.2)
+        raise TooSlow
+
+    box = toolbox(served, timeout=0.05, grace=float(WAIT), concurrency=1)
+    slow = Result("served gave no result within 0.05 s.", True)
+    assert called(box, Tool("served", {}), *[Tool("served", {"a": 1})] * 2) == [slow, *[Result("got it")] * 2]
 
 
 def test_a_result_that_comes_late_is_an_error_whenever_it_is_looked_for() -> None:
@@ -475,6 +490,7 @@ def test_a_server_answers(server: tuple[str, list[dict[str, Any]], threading.Eve
 def test_a_server_that_is_slow_or_away(server: tuple[str, list[dict[str, Any]], threading.Event]) -> None:
     url, _, release = server
     box = load_tools({"far": ToolSection(url=url, timeout=0.1)}, None, lambda _: None)
+    assert box.tools["far"].grace == CONNECT_SECONDS
     (result,) = called(box, Tool("far", {"slow": True}))
     assert result == Result("far gave no result within 0.1 s.", True)
     slow = HttpTool("far", ToolSection(url=url, timeout=0.1))  # the same message if its own timeout ends it

@@ -133,14 +133,27 @@ def test_killed_and_resumed_to_the_same_bytes(tmp_path, kind, keep, kills, first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ix", "whole"]
 
 
-def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["write_index_hashes", "_publish"])
+def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch, when):
     run(tmp_path / "whole", "flat16")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build_module, "_publish", interrupt)
+        patch.setattr(build_module, when, interrupt)
         run(tmp_path / "ix", "flat16")
     # The float32 vectors are already deleted, so the resumed build must not read them.
     assert not (work_folder(tmp_path / "ix") / "vectors.npy").exists()
+    with pytest.raises(UserError, match="unfinished index over another corpus"):
+        run(tmp_path / "ix", "flat16", corpus=Corpus(numbered(COUNT + 1)[1:]))
     assert run(tmp_path / "ix", "flat16") == []
+    assert content(tmp_path / "ix") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["write_index_hashes", "_publish"])
+def test_another_kind_after_such_a_kill(tmp_path, monkeypatch, when):
+    run(tmp_path / "whole", "flat")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module, when, interrupt)
+        run(tmp_path / "ix", "flat16")
+    run(tmp_path / "ix", "flat")
     assert content(tmp_path / "ix") == content(tmp_path / "whole")
 
 

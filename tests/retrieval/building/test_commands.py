@@ -7,7 +7,10 @@ import random
 import pytest
 
 from thresher.common.errors import UserError
+from thresher.retrieval.building import commands as commands_module
 from thresher.retrieval.building.commands import build, check, search_file
+from thresher.retrieval.indexes.hybrid import Hybrid, build_hybrid
+from thresher.retrieval.indexes.load import load_retriever
 
 PASSAGES = [
     {"title": "Red", "text": "the red fox lives in Arlen"},
@@ -67,6 +70,7 @@ def test_build_says_what_it_built(tmp_path):
         ({"keep": "int8"}, "keep is 'int8'; expected one of float32, float16, none"),
         ({"keep": "float16"}, "keep is 'float16', but flat keeps the vectors that it searches; leave it out"),
         ({"encoder_name": "bm25", "encoder_options": {"device": "cpu"}}, "apply to vectors, and bm25 has none"),
+        ({"recall": 0.9}, "recall is 0.9, but an index of kind flat is searched exactly; leave it out"),
         ({"keep": "none", "kind": "hnsw"}, "a graph is searched over its vectors"),
         ({"recall": 0.0}, "recall is 0.0; expected more than 0"),
         ({"embed": "both"}, "embed is 'both'"),
@@ -125,6 +129,23 @@ def test_a_corpus_left_on_the_disk_is_found_again_from_its_index(tmp_path):
         (hit,) = json.loads((tmp_path / "out.jsonl").read_text())["hits"]
         assert (hit["id"], hit["title"]) == ("2#1", "Borun")
     assert not list(tmp_path.glob("*.building"))
+    build_hybrid([tmp_path / "lexical", tmp_path / "bm25"], tmp_path / "both", load_retriever)
+    both = load_retriever(tmp_path / "both")
+    assert isinstance(both, Hybrid) and all(member.corpus is both.corpus for member in both.members)
+    assert [hit.passage.id for (hit,) in both.search(["the sea", "the sea."], 1)] == ["2#1"] * 2
+    assert all(not member._cache for member in both.members)
+
+
+def test_a_kill_when_the_words_are_written_loses_no_corpus(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    write(tmp_path / "c.jsonl", *PASSAGES)
+    queries = write(tmp_path / "q.jsonl", {"question": "the sea", "gold_titles": ["Borun"]})
+    monkeypatch.setattr(commands_module.shutil, "rmtree", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c.jsonl", tmp_path / "words", "bm25", chunk_words=4)
+    assert check(tmp_path / "words", queries, 1)["recall"] == 1
 
 
 def test_search_writes_the_hits_in_order(folder):

@@ -377,24 +377,28 @@ def test_padding_and_truncation_in_the_file_are_switched_off(copy: Callable[[str
 
 # Settings of a folder
 
+DOT: dict[str, Any] = {"top": {"similarity_fn_name": "dot"}}
+
 
 @pytest.mark.parametrize(
     ("layout", "expected", "why"),
     [
-        ({"pooling": {"pooling_mode_cls_token": True}}, {"pooling": "cls", "normalize": False}, "no Normalize"),
+        ({"pooling": {"pooling_mode_cls_token": True}}, {"pooling": "cls"}, "given"),
         ({"pooling": {"pooling_mode": "mean"}, "top": {"similarity_fn_name": "cosine"}}, {"normalize": True}, "cosine"),
-        ({"top": {"similarity_fn_name": "dot"}}, {"normalize": False}, "no Normalize"),
+        (DOT, {"normalize": False}, "similarity_fn_name is dot"),
         (
             {"top": {"prompts": {"query": "q: ", "document": "d: "}}},
             {"query_prefix": "q: ", "passage_prefix": "d: "},
-            "no Normalize",
+            "given",
         ),
-        ({"top": {"prompts": {"query": "", "document": ""}}}, {"query_prefix": ""}, "no Normalize"),
-        ({"sentence": {"max_seq_length": None}}, {"max_length": 70}, "no Normalize"),
+        ({"top": {"prompts": {"query": "", "document": ""}}}, {"query_prefix": ""}, "given"),
+        # As BGE's files have it: the tokenizer is the one that lower-cases.
+        ({"sentence": {"max_seq_length": None, "do_lower_case": True}}, {"max_length": 70}, "given"),
     ],
 )
 def test_layouts(copy: Callable[[str], Path], layout: dict[str, Any], expected: dict[str, Any], why: str) -> None:
-    settings, _ = read_settings(folders.lay_out(copy("any"), "Transformer", "Pooling", **layout), {})
+    given = {"normalize": True} if why == "given" else {}
+    settings, _ = read_settings(folders.lay_out(copy("any"), "Transformer", "Pooling", **layout), given)
     assert {name: getattr(settings, name) for name in expected} == expected
     assert why in settings.why["normalize"]
 
@@ -402,7 +406,7 @@ def test_layouts(copy: Callable[[str], Path], layout: dict[str, Any], expected: 
 def test_a_transformer_in_a_folder_of_its_own(copy: Callable[[str], Path], tmp_path: Path) -> None:
     copy("any").rename(tmp_path / "model")
     top = tmp_path / "top"
-    folders.lay_out(top, "Transformer", "Pooling")
+    folders.lay_out(top, "Transformer", "Pooling", **DOT)
     (tmp_path / "model").rename(top / "0_Transformer")
     records = json.loads((top / "modules.json").read_text())
     records[0]["path"] = "0_Transformer"
@@ -514,14 +518,31 @@ def test_settings_that_are_refused(plain: Path, given: dict[str, Any], said: str
             "word_embedding_dimension is 64, but config.json says 32",
         ),
         ({"top": {"similarity_fn_name": "euclidean"}}, "similarity_fn_name is 'euclidean', expected cosine or dot"),
-        ({"sentence": {"do_lower_case": True}}, "do_lower_case is true"),
-        ({"sentence": {"max_seq_length": 512}}, "max_length is 512 (sentence_bert_config.json), expected 3 to 70"),
-        ({"sentence": {"max_seq_length": "all"}}, "max_length is 'all' (sentence_bert_config.json)"),
+        ({}, "no file says how its vectors are made (normalize is unknown)"),
+        (
+            DOT | {"sentence": {"max_seq_length": 512}},
+            "max_length is 512 (sentence_bert_config.json), expected 3 to 70",
+        ),
+        (DOT | {"sentence": {"max_seq_length": "all"}}, "max_length is 'all' (sentence_bert_config.json)"),
     ],
 )
 def test_layouts_that_are_refused(copy: Callable[[str], Path], layout: dict[str, Any], said: str) -> None:
     folder = folders.lay_out(copy("any"), "Transformer", "Pooling", **layout)
     assert said in folders.refusal(lambda: load_encoder(folder))
+
+
+def test_a_layout_that_lower_cases_before_a_tokenizer_that_does_not(copy: Callable[[str], Path]) -> None:
+    folder = folders.lay_out(copy("any"), "Transformer", "Pooling", sentence={"do_lower_case": True})
+    folders.save_tokenizer(folder, do_lower_case=False)
+    assert "do_lower_case is true, but the tokenizer keeps case" in folders.refusal(lambda: load_encoder(folder))
+
+
+def test_a_build_prints_the_settings_and_where_they_come_from(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "a", "text": "the b"}\n')
+    figures = build(tmp_path / "corpus.jsonl", tmp_path / "index", str(copy("e5-base")))
+    assert figures["pooling"] == "'mean', from E5, by the folder's name e5-base"
+    assert figures["query_prefix"] == "'query: ', from E5, by the folder's name e5-base"
+    assert figures["normalize"].startswith("True, from E5") and figures["max_length"].startswith("70, from ")
 
 
 def test_modules_that_are_refused(copy: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
+from thresher.common.files import MOST_JSON
 from thresher.retrieval.encoders.lexical import CHUNK, LexicalEncoder, words
 
 # Wide enough that no two of the few words used below share a place; otherwise the scores below would differ.
@@ -168,3 +169,9 @@ def test_words_that_no_passage_holds_leave_no_trace(encoder, text, known):
     for encode in (encoder.encode_queries, encoder.encode_passages):
         assert (encode([text]) == encode([known])).all()
     assert encoder.encode_queries([text]).any() == bool(known)
+
+
+def test_the_words_of_a_large_corpus_are_read_again(tmp_path):
+    saved = LexicalEncoder(64, 1, {"fox" * MOST_JSON: 1})
+    saved.save(tmp_path)
+    assert LexicalEncoder.load(tmp_path).dim == 64

@@ -38,6 +38,7 @@ def test_indexes_are_built_and_searched_without_faiss(tmp_path: Path) -> None:
         [*build, "--encoder", "lexical", "--dim", "64", "--out", flat],
         [*build, "--encoder", "bm25", "--out", words],
         ["index", "hybrid", flat, words, "--out", both],
+        ["index", "plan", "--passages", "1000", "--kind", "bm25"],
         *(["index", "search", "--index", folder, *mayor] for folder in (flat, words, both)),
     )
     assert done.returncode == 0, done.stderr

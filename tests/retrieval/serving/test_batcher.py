@@ -137,6 +137,8 @@ def test_a_full_queue_refuses_the_longest_and_not_the_shortest() -> None:
         batcher.submit(["c"] * 12, 1, "c")
     gate.set()
     assert ids(first) == ["first"] and ids(lone) == ["lone"] and ids(longs[1]) == ["b"] * 8
+    until(lambda: batcher.waiting == 0)
+    assert ids(batcher.submit(["d"] * 30, 1, "d")) == ["d"] * 30  # where none waits, the length does not matter
     batcher.close()
 
 

@@ -157,6 +157,11 @@ def test_one_request_for_all_that_wait_over_one_connection(server: Server, monke
     monkeypatch.setattr(client_module, "MAX_PASSAGES", 8)
     RemoteRetriever(server.url).search(QUERIES, 4)
     assert server.app.metrics.requests["/retrieve", 200] == 5
+    monkeypatch.setattr(client_module, "MAX_BYTES", 40)  # in JSON the queries have 23, 8, 11 and 22 characters
+    RemoteRetriever(server.url).search(QUERIES, 3)
+    assert server.app.metrics.requests["/retrieve", 200] == 7
+    monkeypatch.setattr(client_module, "MAX_CHARACTERS", 6)
+    assert RemoteRetriever(server.url).search(["spouse of"], 3) == split.search(["spouse"], 3)
 
 
 def test_k_is_held_to_the_passages_that_a_server_tells_of(server: Server, stub: Stub) -> None:
@@ -233,7 +238,8 @@ def test_a_server_that_is_not_there() -> None:
     )
 
 
-def test_a_refusal_is_reported_at_once(server: Server, stub: Stub) -> None:
+def test_a_refusal_is_reported_at_once(server: Server, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_CHARACTERS", 2 * client_module.MAX_CHARACTERS)
     with pytest.raises(Unanswered, match=r"refused a search with status 400 \(queries\[0\]: expected at most"):
         RemoteRetriever(server.url).search(["x" * 70_000], 3)
     stub.script = [(422, {"detail": [{"loc": "body"}]})]
