@@ -122,17 +122,17 @@ def train(
             check_resumed("train", Path(out), checkpoint, recipe.run.steps, explicit_step=explicit_step, also=also)
         check_disk(recipe, recipe.model.path, out)
     train_ranks = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
-    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), train_ranks, ranks.on_machine)
-    decided = ranks.broadcast(lambda: decided)  # otherwise a rank with less memory would compute differently
+    resolved, plan = check_memory(recipe, starting_weights(recipe, checkpoint), train_ranks, ranks.on_machine)
+    resolved = ranks.broadcast(lambda: resolved)  # otherwise a rank with less memory would compute differently
     if recipe.model.device == "cpu":  # kept memory saves a page fault for every 4 KiB of a step's activations
         fits = plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine
         set_malloc(*(KEEP_MEMORY if fits else RETURN_MEMORY))
     # Rollout and updater share one policy, `context.policy`: the next rollout reads the weights that an update writes.
-    # `decided` has no "auto" left in [optim] and [grpo], which only the update reads.
+    # `resolved` has no "auto" left in [optim] and [grpo], which only the update reads.
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
     own = ranks.part(train_ranks) if recipe.run.async_ else ranks  # those with the same task as this one
     trains = ranks.rank < train_ranks
-    updater = load_updater(decided, context, checkpoint, own, trains)
+    updater = load_updater(resolved, context, checkpoint, own, trains)
     retriever = load_retrieval(recipe, context.system)
     files = file_digests(recipe)
     if checkpoint:
@@ -168,7 +168,7 @@ def train(
             run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", explicit_step))
         _announce(recipe, out, ranks)
         trainer = Trainer(step, dev_questions, run, files, ranks, own, samples=not (recipe.run.async_ and trains))
-        before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
+        seconds_before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trackers = tracking(run.path, recipe.run.trackers if ranks.is_main else (), done)
         under_way = "a step that is being learned is finished, and saved"
         if recipe.rollout.stale_cache:
@@ -177,10 +177,10 @@ def train(
             under_way = "the step under way is finished, with the rollout that runs at the same time, and saved"
         finished = defer_signals(under_way, unless=trainer.loses_nothing)
         with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):
-            trainer.run(checkpoint, watch, before - started)
+            trainer.run(checkpoint, watch, seconds_before - started)
         if not ranks.is_main:
             return {}
-        summary = run_summary(run.metrics(), recipe, before + time.perf_counter() - started)
+        summary = run_summary(run.metrics(), recipe, seconds_before + time.perf_counter() - started)
         run.write_summary(summary)
     return summary
 
