@@ -198,7 +198,7 @@ def test_an_index_that_was_cut_short_and_a_malformed_transcript(here: Path, refu
     ("override", "expected"),
     [
         ("run.stepps=3", "--set run.stepps: unknown key; did you mean steps?"),
-        ("rnu.steps=3", "rnu: unknown key; did you mean run?"),
+        ("rnu.steps=3", "--set rnu.steps: unknown key; did you mean run?"),
         ("system.name=searchr1", "system 'searchr1' is unknown; did you mean search_r1?"),
         pytest.param(
             *("model.device=cuda", "model.device is cuda, but torch sees no CUDA device"),

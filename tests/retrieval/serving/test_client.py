@@ -67,7 +67,7 @@ class Stub:
                 self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"result": ')
 
             def do_sleep(self) -> None:
-                threading.Event().wait(0.3)  # time.sleep may be cut short by a test
+                stub.over.wait(3)  # time.sleep may be cut short by a test
 
             def do_drip(self) -> None:
                 self.head(content_length=10**6)
@@ -194,7 +194,7 @@ def test_search_r1s_own_server(stub: Stub) -> None:
 def test_what_passes_is_waited_for(stub: Stub, pauses: list[float], trouble: Any) -> None:
     said: list[str] = []
     stub.script = [trouble, trouble, (200, GOOD)]
-    remote = RemoteRetriever(stub.url, timeout=0.1, say=said.append)
+    remote = RemoteRetriever(stub.url, timeout=0.5 if trouble == "sleep" else 60, say=said.append)
     assert [hit.passage.id for hit in remote.search(["q"], 1)[0]] == ["7"]
     assert remote.retries == 2 and stub.asked == [stub.asked[0]] * 3
     assert len(said) == 2 and "asking again for up to 120 s" in said[0] and said[1].endswith("answers again")
