@@ -207,6 +207,9 @@ def read_rows(path: str | Path | None) -> list[dict[str, Any]]:
 def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:
     """Append JSON lines to `path`; do nothing for None."""
     if path is not None:
+        with Path(path).open("ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                file.write(b"\n")  # behind an incomplete line
         with Path(path).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rollout": {"max_turns": 1},
 }
 MEASURES = ("questions", "f1", "em", "reward", "response_tokens")
-STEP_SECONDS = ("rollout_seconds", "reward_seconds", "update_seconds")
+STEP_SECONDS = ("rollout_seconds", "reward_seconds", "recompute_seconds", "update_seconds")
 OURS, TRL = "ours", "TRL"
 # Nats, of all sampled tokens: the largest gap in float32; the mean in bfloat16, where single improbable tokens may be
 # off by one. SmolLM2 in bfloat16 compared with float32 on a CPU: .035, 920 tokens.
@@ -99,7 +99,9 @@ def run_train_bench(
     for beside in bench.beside:
         name, _, path = beside.rpartition("=")
         if Path(path).is_file():
-            rows += [row for row in read_rows(path) if row["bench"] == "train"]
+            rows += (found := [row for row in read_rows(path) if row.get("bench") == "train"])
+            if not found:
+                raise UserError(f"--beside {path}: expected rows of bench train, found none; name another file")
         else:
             rows += (found := rows_of_run(path, name or OURS))
             append_rows(out, *found)
@@ -296,7 +298,7 @@ def rows_of_run(path: str | Path, side: str = OURS) -> list[Row]:
     head |= {"seed": recipe.run.seed}
     rows, seconds, tokens = list[Row](), 0.0, 0
     for number, record in enumerate([{"step": 0}, *steps]):
-        spent = sum(record[key] for key in STEP_SECONDS) if number else None
+        spent = sum(record.get(key) or 0.0 for key in STEP_SECONDS) if number else None
         seconds, tokens = seconds + (spent or 0.0), tokens + record.get("sampled_tokens", 0)
         found = evals.get(record["step"])
         rows.append(
@@ -310,11 +312,17 @@ def rows_of_run(path: str | Path, side: str = OURS) -> list[Row]:
 
 
 def sides_of(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
-    """Return the rows with evaluations by side and step, one row per seed."""
+    """Return the rows with evaluations by side and step, one row per seed. UserError for a second row of a seed."""
     sides: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         if row["eval"]:
-            sides.setdefault(row["side"], {}).setdefault(row["step"], []).append(row)
+            others = sides.setdefault(row["side"], {}).setdefault(row["step"], [])
+            if any(other.get("seed") == row.get("seed") for other in others):
+                raise UserError(
+                    f"step {row['step']} of {row['side']}, seed {row.get('seed')}: expected one row, found several; "
+                    "name each run once, and remove the rows of a run that was repeated"
+                )
+            others.append(row)
     return sides
 
 

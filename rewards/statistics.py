@@ -48,7 +48,8 @@ class Interval:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Means of two runs over the `count` questions with a value in both, or of two methods over `count` seeds. second -
-    first has an interval (None if all differences are equal, or for one seed) and the p-value of `test`."""
+    first has an interval (None for one seed, and over questions if all differences are equal) and the p-value of
+    `test`."""
 
     first: float
     second: float

@@ -45,7 +45,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thresher.bench.studies.runs import StudyRun, check_folder, check_out, write_json
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, head_of, is_made, write_json
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_bytes, read_json_object
@@ -68,8 +68,7 @@ from thresher.rewards.statistics import (
     two_way_interval,
 )
 
-HEAD = ("at", "commit", "machine", "torch")  # of a run's start
-PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
+PARTS = ("rollout_seconds", "reward_seconds", "recompute_seconds", "update_seconds")  # of a step
 LEVEL = 0.05
 MOST_BYTES = 1 << 20  # of the file
 NAME = re.compile(r"\w[^/\\\s]*")  # of methods and conditions
@@ -193,10 +192,11 @@ def run_comparison(
     jobs = jobs_of(plan, out, [run for run in runs if run.name in own], run_command)
     if train_more:
         for run in runs:  # refuse bad settings of any run before the first is trained
-            recipe_of(plan, out, run)
+            case = study_run(plan, out, run)
             if run.name in own and own[run.name].exists():
                 goes_on = (out / "runs" / run.name).is_dir()  # otherwise the whole run would be trained again
                 check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=not goes_on)
+            check_folder(case)
         work_through(jobs)
     rows = []
     for run in runs:
@@ -341,7 +341,7 @@ def _command(typed: str, as_written: str, after: tuple[Job, ...], run_command: C
         run_command(again)
         atomic_write_text(record, as_written + "\n")
 
-    return Job(into.name, into, into.exists, run, after)
+    return Job(into.name, into, lambda: is_made(words[0], into), run, after)
 
 
 def settings_of(plan: Comparison, run: Run) -> list[str]:
@@ -358,11 +358,16 @@ def recipe_of(plan: Comparison, out: Path, run: Run) -> Recipe:
     return recipe
 
 
+def study_run(plan: Comparison, out: Path, run: Run) -> StudyRun:
+    """Return a run with its folder and its recipe."""
+    return StudyRun(name=run.name, seed=run.seed, folder=out / "runs" / run.name, recipe=recipe_of(plan, out, run))
+
+
 def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> Job:
     folder, row = out / "runs" / run.name, out / "rows" / f"{run.name}.json"
 
     def train_it() -> None:
-        case = StudyRun(name=run.name, seed=run.seed, folder=folder, recipe=recipe_of(plan, out, run))
+        case = study_run(plan, out, run)
         check_folder(case)
         with console.stage(run.name, case.recipe.run.steps) as line:
 
@@ -452,9 +457,8 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
                 "questions": packed([_measure(one, plan.measure) for one in answers]),
             }
         )
-    start = next(iter(folder.starts()), {})
     return {
-        **{name: start.get(name) for name in HEAD},
+        **head_of(folder),
         "study": "methods",
         "name": run.name,
         **asdict(run),
@@ -547,10 +551,12 @@ def _table(plan: Comparison, rows: Sequence[Mapping[str, Any]], condition: str, 
                     if other != (method, False):
                         line[against] = _difference(runs, other, (method, False), seeds, axis, at)
             lines.append(line)
-    for against in ("baseline", "own control"):
+    # All planned differences count, also those without a run yet.
+    for against, planned in (("baseline", len(plan.methods) - 1), ("own control", len(plan.methods))):
         found = [line[against] for line in lines if line.get(against)]
-        for one, p in zip(found, holm([one["p"] for one in found]), strict=True):
-            one["holm"], one["least"] = p, len(found) * least_p(len(one["seeds"]))
+        p_values = [one["p"] for one in found] + [1.0] * (planned - len(found))
+        for one, p in zip(found, holm(p_values), strict=False):
+            one["holm"], one["least"] = p, planned * least_p(len(one["seeds"]))
             one["claimed"] = axis == "tokens" and claimed(one)
     return {"condition": condition, "axis": axis, "at": at, "lines": lines}
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thresher.bench.studies.runs import StudyRun, check_folder, check_out, train_all, write_json
-from thresher.bench.studies.systems import HEAD, make_cases, make_world
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, head_of, train_all, write_json
+from thresher.bench.studies.systems import make_cases, make_world
 from thresher.common import console
 from thresher.common.files import atomic_write_text
 from thresher.engine.store.run_folder import RunFolder, read_metrics
@@ -105,13 +105,12 @@ def summary_of(case: PartialRun, records: Sequence[Mapping[str, Any]]) -> dict[s
     steps = [record for record in records if "eval" not in record]
     evals = [record["eval"] for record in records if "eval" in record]
     run = RunFolder(case.folder)
-    start = next(iter(run.starts()), {})
     # Whole rollouts have no such metric: all of their tokens are drawn by the weights that they train.
     ages = [step.get("staleness_tokens", [step["loss_tokens"]]) for step in steps]
     counts = [sum(column) for column in zip_longest(*ages, fillvalue=0)]
     sampled = sum(step["sampled_tokens"] for step in steps)
     return {
-        **{name: start.get(name) for name in HEAD},
+        **head_of(run),
         "study": "partial",
         "name": case.name,
         "rollout": case.rollout,

@@ -17,10 +17,12 @@ from thresher.common.files import atomic_write_text
 from thresher.engine.assemble import RunContext, load_questions, load_retrieval, load_run_context, read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.store.run_folder import RunFolder, to_be_resumed
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.questions import Question
+
+HEAD = ("commit", "machine", "torch")  # of a run's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,25 @@ def check_folder(case: StudyRun) -> None:
         )
 
 
+def is_made(command: str, into: Path) -> bool:
+    """Return whether a command has written all of its folder."""
+    return (into / "summary.json" if command == "train" else into).exists()
+
+
+def head_of(run: RunFolder) -> dict[str, Any]:
+    """Return the entries of a row about commit, machine and libraries; the different values of several starts are
+    joined by commas."""
+    starts = list(run.starts())
+    values = {name: list(dict.fromkeys(start.get(name) for start in starts)) or [None] for name in HEAD}
+    joined = {name: ", ".join(map(str, found)) if len(found) > 1 else found[0] for name, found in values.items()}
+    return {"at": starts[0].get("at") if starts else None, **joined}
+
+
 def run_stages(stages: Iterable[Sequence[str]], run_command: Callable[[list[str]], None]) -> None:
     """Run the commands, each given by its words, whose --out does not exist; resume a killed one."""
     for typed in stages:
         into = Path(typed[typed.index("--out") + 1])
-        if into.exists():
+        if is_made(typed[0], into):
             continue
         words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)

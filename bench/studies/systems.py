@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from thresher.bench.studies.runs import StudyRun, check_folder, check_out, run_stages, train_all, write_json
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, head_of, run_stages, train_all, write_json
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
@@ -40,7 +40,6 @@ from thresher.rewards.statistics import Difference, compare_seeds, least_p
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 KNOWN = (*SYSTEMS, *SAME_FORM)
-HEAD = ("at", "commit", "machine", "torch")  # of a run's start
 # The measure of a system's own claim, in addition to reward and EM: key of the evaluation's record, and its name.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
@@ -72,21 +71,24 @@ def run_study(
     out: Path,
     systems: Sequence[str],
     seeds: Sequence[int],
-    controls: Sequence[int],
+    controls: Sequence[int] | None,
     overrides: Sequence[str],
     run_command: Callable[[list[str]], None],
     allow_keys: Collection[str] = (),
     base: int | None = None,
 ) -> None:
-    """Write the whole study into the folder `out`. controls: seeds that get a control. overrides: of the recipe.
-    run_command: run a command from its arguments, for the shared world. allow_keys: as in `train`. base: seed of the
-    base that all runs start from; None: each seed has its own."""
+    """Write the whole study into the folder `out`. controls: seeds that get a control; None: the first. overrides: of
+    the recipe. run_command: run a command from its arguments, for the shared world. allow_keys: as in `train`. base:
+    seed of the base that all runs start from; None: each seed has its own."""
     check_out(out)
     if unknown := [name for name in systems if name not in KNOWN]:
         raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose from {', '.join(KNOWN)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
     systems, seeds = list(dict.fromkeys(systems)), sorted(set(seeds))
+    controls = seeds[:1] if controls is None else controls
+    if other := sorted(set(controls) - set(seeds)):
+        raise UserError(f"--controls {other[0]}: expected one of --seeds, {', '.join(map(str, seeds))}; add it there")
     for seed in seeds if base is None else [base]:
         make_world(world, seed, systems, run_command)
     cases = make_cases(out, systems, seeds, set(controls), overrides, base)
@@ -159,8 +161,7 @@ def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[st
     evals = [record["eval"] for record in records if "eval" in record]
     key, _ = CLAIMS[case.system]
     run = RunFolder(case.folder)
-    start = next(iter(run.starts()), {})
-    row: dict[str, Any] = {name: start.get(name) for name in HEAD}
+    row = head_of(run)
     row |= {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
     row["steps"] = case.recipe.run.steps
     row["sampled_tokens"] = sum(record.get("sampled_tokens", 0) for record in records)

@@ -144,7 +144,12 @@ class Systems(
     out: Annotated[str, "output folder; finished parts are not repeated"] = "runs/study-systems"
     system: Annotated[Texts | None, REPEATED, "NAME", "system to train; may be repeated; default: all six"] = None
     seeds: Annotated[list[Seed], "SEED", "seeds of the training runs"] = [0, 1, 2]
-    controls: Annotated[list[Seed], ANY_NUMBER, "SEED", "seeds of the control runs, with shuffled rewards"] = [0]
+    controls: Annotated[
+        list[Seed] | None,
+        ANY_NUMBER,
+        "SEED",
+        "seeds of the control runs, with shuffled rewards; default: the first seed",
+    ] = None
     base: Annotated[Seed | None, "seed of one base model that all runs start from; default: each seed has its own"] = (
         None
     )

@@ -39,6 +39,7 @@ PHASES = {  # key of a step's seconds -> its color, its name in a sentence
     "search": (ORANGE, "searching"),
     "host": (GREY, "Python around the rollout"),
     "reward": (PURPLE, "rewards"),
+    "recompute": (RED, "recomputing log-probs"),
 }
 CAPTIONS = {
     "reward": "Mean reward of a trajectory. The advantage of a sample is its reward minus the mean of its group.",

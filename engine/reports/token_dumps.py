@@ -248,24 +248,39 @@ def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return records
 
 
+TRL_COLUMNS = {"prompt": Source.PROMPT, "completion": Source.POLICY}
+
 # The readers: they convert a dump's records to trajectories
 
 
 def _trl(dump: Dump) -> Iterator[Rollout]:
     for where, row in iter_rows(dump.path):
-        prompt = string_field(row, "prompt", where, may_be_empty=True)
-        said = string_field(row, "completion", where, may_be_empty=True)
+        begun, said = (_trl_pieces(row, name, source, where) for name, source in TRL_COLUMNS.items())
         parts = {name: plain(value) for name, value in row.items() if name not in ("prompt", "completion", "step")}
         check_shape(parts, {"*": ANYTHING, "advantage": NUMBER}, where)
         advantage = parts.pop("advantage", None)
         rewards = [name for name, value in parts.items() if value is None or isinstance(value, float)]
-        record = _text_record(row, prompt, said, where) | {
+        check_shape(row, START, where)
+        record = {
+            "golden_answers": None,
+            "step": row.get("step"),
+            "segments": [{"source": source, "text": text} for source, text in (*begun, *said)],
             "reward": parts[rewards[0]] if len(rewards) == 1 else None,
             "advantage": advantage,
             "parts": parts,
             "rewards": rewards,
         }
-        yield Rollout(group=(record["step"], prompt), record=record)
+        yield Rollout(group=(record["step"], tuple(text for _, text in begun)), record=record)
+
+
+def _trl_pieces(row: dict[str, Any], name: str, source: str, where: str) -> list[tuple[str, str]]:
+    """Return the texts of a column with their sources: one text, or the messages of a conversation."""
+    if not isinstance(row.get(name), list | np.ndarray):
+        return [(source, string_field(row, name, where, may_be_empty=True))]
+    messages = plain(row[name])
+    check_shape(messages, [MESSAGE], f"{where}: {name}")
+    sources = [Source.RETRIEVED if message.get("role") == "tool" else source for message in messages]
+    return [(found, f"{_message_text(one)}\n\n") for found, one in zip(sources, messages, strict=True)]
 
 
 def _verl(dump: Dump) -> Iterator[Rollout]:
@@ -498,7 +513,7 @@ def _source(node: Mapping[str, Any]) -> Source:
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
-    content, calls = message.get("content"), message.get("tool_calls") or ()
+    content, calls = message.get("content"), [call.get("function") or call for call in message.get("tool_calls") or ()]
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [message.get("reasoning_content"), *(part.get("text") for part in parts if isinstance(part, dict))]
     texts += [f"{call.get('name')}({call.get('arguments')})" for call in calls]

@@ -38,7 +38,7 @@ from thresher.engine.reports.report import report_page
 from thresher.engine.store.run_folder import RunFolder
 
 RECENT = 20  # steps used to compute rates and the remaining time
-PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
+PARTS = ("rollout_seconds", "reward_seconds", "recompute_seconds", "update_seconds")
 BARS = "▁▂▃▄▅▆▇█"
 CURVE, SAMPLES, LONGEST = 64, 4, 160  # characters of the reward curve, samples shown, characters of a text
 HOST = "127.0.0.1"

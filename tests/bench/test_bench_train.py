@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from thresher.bench import train as bench_module
+from thresher.bench.harness import append_rows, read_rows
 from thresher.bench.train import (
     Row,
     Task,
@@ -132,6 +133,9 @@ def test_questions_rewards_and_evaluations_are_those_of_a_run(make: Make, tmp_pa
     assert [row["step"] for row in rows] == [0, 1, 2] and {row["side"] for row in rows} == {"ours"}
     assert [row["questions"] for row in rows] == [0, 2, 4]
     assert rows[2]["sampled_tokens"] == sum(len(one[1]["ids"]) for one in segments)
+    steps = [record for record in folder.metrics() if "eval" not in record]
+    parts = ("rollout_seconds", "reward_seconds", "update_seconds")
+    assert [one["step_s"] for one in rows[1:]] == [pytest.approx(sum(one[key] for key in parts)) for one in steps]
     assert rows[0]["seconds"] == 0 and rows[2]["seconds"] == pytest.approx(rows[1]["step_s"] + rows[2]["step_s"])
     weights = {name: view.clone() for name, view in hf_views(task.context.policy).items()}
     assert task.evaluate(weights) == rows[0]["eval"], "the weights that the run began with"
@@ -162,8 +166,24 @@ def test_the_table_compares_sides_by_seeds(tmp_path: Path, capsys: pytest.Captur
     assert "step 2, F1: shuffled - ours is -0.200 ± 0.248, 3 seeds in pairs; minimum detectable effect 0.310," in said
 
 
+def test_a_run_that_is_there_twice_is_no_second_seed(tmp_path: Path, make: Make) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"bench": "train", **row("ours", 2, 0.5)}) + "\n")
+    with pytest.raises(UserError, match="step 2 of ours, seed 0: expected one row, found several"):
+        run_train_bench(TrainBench(peer="none", beside=[str(tmp_path / "rows.jsonl")] * 2), make())
+
+
+def test_a_row_behind_an_incomplete_line_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2, "b')
+    append_rows(tmp_path / "rows.jsonl", {"a": 3})
+    append_rows(tmp_path / "rows.jsonl", {"a": 4})
+    assert [found["a"] for found in read_rows(tmp_path / "rows.jsonl")] == [1, 3, 4]
+
+
 def test_rows_without_evaluations_are_refused(tmp_path: Path, make: Make) -> None:
     (tmp_path / "rows.jsonl").write_text('{"bench": "step"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl: expected rows of bench train, found none"):
+        run_train_bench(TrainBench(peer="none", beside=[str(tmp_path / "rows.jsonl")]), make())
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"bench": "train", "eval": None}) + "\n")
     with pytest.raises(UserError, match="--beside: none of these runs answered held-out questions"):
         run_train_bench(TrainBench(peer="none", beside=[str(tmp_path / "rows.jsonl")]), make())
 

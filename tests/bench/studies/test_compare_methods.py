@@ -31,10 +31,11 @@ from thresher.bench.studies.methods import (
     unpacked,
     work_through,
 )
+from thresher.bench.studies.runs import head_of
 from thresher.cli.main import build_parser
 from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
-from thresher.engine.store.run_folder import SPENT, tokens_spent
+from thresher.engine.store.run_folder import SPENT, RunFolder, tokens_spent
 from thresher.engine.training.step import Diverged
 from thresher.rewards.statistics import minimum_detectable_effect
 
@@ -347,6 +348,36 @@ def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path
             run_comparison(plan, out, copying, rows, train_more=False)
 
 
+def test_runs_of_an_edited_recipe_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compared, tmp_path / "out"))
+    path = out / "runs" / "none-seed1" / "recipe.toml"
+    path.write_text(path.read_text().replace("group_size = 2", "group_size = 4"))
+    with pytest.raises(UserError, match=r"none-seed1: .*other settings \(rollout\.group_size is 4, not 2\)"):
+        run_comparison(read_comparison(file), out, copying)
+
+
+def test_a_training_that_others_need_is_done_with_its_summary(file: Path, tmp_path: Path) -> None:
+    plan = read(file.read_text().replace("copy --out {out}/shared", "train r.toml --out {out}/shared"), tmp_path)
+    typed: list[list[str]] = []
+    shared, *_ = jobs_of(plan, tmp_path / "out", runs_of(plan), typed.append)
+    shared.out.mkdir(parents=True)
+    assert not shared.done()
+    shared.run()
+    assert typed == [["train", "r.toml", "--out", str(shared.out), "--resume"]]
+    (shared.out / "summary.json").touch()
+    assert shared.done()
+
+
+def test_a_row_names_the_commits_of_all_starts(compared: Path, tmp_path: Path) -> None:
+    folder = RunFolder(Path(shutil.copytree(compared / "runs" / "plain-seed0", tmp_path / "run")))
+    (start,) = stored(folder.path / "starts.jsonl")
+    resumed = [start, start | {"at": "later", "commit": "c0ffee"}]
+    (folder.path / "starts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in resumed))
+    found = head_of(folder)
+    assert found["commit"] == f"{start['commit']}, c0ffee"
+    assert found["at"] == start["at"] and found["machine"] == start["machine"]
+
+
 def test_rows_of_another_recipe_or_other_commands_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
     for change in (("recipe.toml", "other.toml"), ("copy --from", "copy --of")):
         plan = read(file.read_text().replace(*change), tmp_path)
@@ -481,6 +512,11 @@ def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
     tokens, seconds = text.split("## 9 seconds")
     assert tokens.startswith("48 of 48 runs, of c0ffee.") and "- above" not in seconds
     assert "With 8 seeds no two-sided p is below 0.00781 before Holm's correction." in text
+    # A difference that is planned counts in the correction before its runs are finished.
+    (early, _) = analysis(plan, made_up({name: effects[name] for name in ("plain", "above")}, 0.2))["tables"]
+    (line,) = [one for one in early["lines"] if one["method"] == "above" and not one["control"]]
+    assert line["baseline"]["holm"] == pytest.approx(2 * line["baseline"]["p"])
+    assert line["own control"]["holm"] == pytest.approx(3 * line["own control"]["p"])
 
 
 def test_a_difference_below_the_minimum_detectable_effect_is_not_claimed(tmp_path: Path) -> None:

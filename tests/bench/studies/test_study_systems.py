@@ -169,6 +169,8 @@ def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.
     assert run(["study", "systems", "--out", str(tmp_path / "s"), "--system", "lear"]) == 2
     assert "--system lear: the invented world has no form of it; choose from search_r1" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
+    assert run(["study", "systems", "--out", str(tmp_path / "s"), "--seeds", "1", "2", "--controls", "0"]) == 2
+    assert "--controls 0: expected one of --seeds, 1, 2; add it there" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert run(["study", "systems", "--out", str(tmp_path / "file")]) == 2
 

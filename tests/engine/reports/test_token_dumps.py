@@ -85,6 +85,36 @@ def test_tables_of_trl(tmp_path: Path, model: Path, tiny_tokenizer: Tokenizer) -
     assert WEIGHTS in both["notes"]
 
 
+def test_conversations_of_trl(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "Bel"}}}
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
+    wrote = [
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "Bel is here."},
+        {"role": "assistant", "content": "Bel."},
+    ]
+    other = [asked[0], {"role": "user", "content": "Where?"}]
+    rows = [
+        {"step": 1, "prompt": prompt, "completion": wrote, "score": 1.0, "advantage": 0.0}
+        for prompt in (asked, other, asked)
+    ]
+    for path in (lines(tmp_path / "rows.jsonl", *rows), parquet(tmp_path / "completions_00001.parquet", columns(rows))):
+        data = data_of(write_token_page(path))
+        first, second = data["groups"]
+        assert (first["question"], second["question"]) == ("Who?", "Where?") and len(first["samples"]) == 2
+        (sample, _) = first["samples"]
+        shown = [
+            (kind, first["texts"][text] if isinstance(text, int) else text) for kind, text, *_ in sample["segments"]
+        ]
+        texts = [(kind, text.strip()) for kind, text in shown if kind in "yr"]
+        assert texts == [("y", "I look.\nsearch({'query': 'Bel'})"), ("r", "Bel is here."), ("y", "Bel.")]
+        assert sample["reward"] == 1.0
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 def test_generations_of_verl(tmp_path: Path) -> None:
     rows = [
         {"input": "user\nWho?", "output": "Bel", "gts": "Bel", "score": 1.0, "step": 3, "acc": True, "pred": "Bel"},
@@ -397,8 +427,8 @@ REFUSED: dict[str, tuple[list[Any], str]] = {  # name -> records, and the messag
         ':2: no "input" in this record; expected a string there',
     ),
     "with a list for a text": (
-        [{"prompt": [{"role": "user"}], "completion": "b"}],
-        ':1: "prompt" should be a string, found a list; fix this record',
+        [{"prompt": [1], "completion": "b"}],
+        ":1: prompt, item 1: expected an object, found",
     ),
     "with a text for a score": (
         [{"input": "a", "output": "b", "score": "1"}],
