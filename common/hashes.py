@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.common.files import MOST_BYTES, atomic_write_text, check_file, read_json_object
+from thresher.common.files import MOST_BYTES, MOST_TEXT, atomic_write_text, check_file, read_bytes, read_json_object
 
 FILE = "hashes.json"
 FORMAT = 1
@@ -109,6 +109,11 @@ class Hashes:
         if size != entry.size:
             raise Damaged(_changed(path, f"expected {entry.size} bytes, found {size}", self.path))
         return Blocks(path, self.block, entry, self.path)
+
+
+def text_digest(path: str | Path) -> str:
+    """Return a digest, in hex, of a text file, such as a prompt template."""
+    return hashlib.blake2b(read_bytes(path, MOST_TEXT), digest_size=8).hexdigest()
 
 
 def write_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:

@@ -80,6 +80,7 @@ def request(
                 raise TooSlow
     except BaseException:
         response.close()
+        response.release_conn()  # else its place in a pool that blocks stays taken
         raise
     response.release_conn()
     return HttpAnswer(response.status, response.headers, bytes(data))

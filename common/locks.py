@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +53,19 @@ def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+@contextmanager
+def locked_in_turn(path: Path) -> Iterator[None]:
+    """Lock the file as `locked_file` does, after every other process that has the lock."""
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked_file(path))
+                break
+            except Held:
+                time.sleep(0.01)
+        yield
 
 
 def _lies_at(descriptor: int, path: Path) -> bool:

@@ -238,6 +238,7 @@ class System:
     template: the built-in prompt, with `{question}` for the question, and `{passages}` if passages are given.
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
     given_passages: the prompt shows the question's passages; if it has none, the engine retrieves them first.
+    most_given: it shows only this many of a question's own passages, the first; None: all.
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None if the reward needs no judge. wants_verdict: an LLM judge must rate the answer.
     answer(attempt): the answer that the reward reads and the judge rates; None without one.
@@ -254,6 +255,7 @@ class System:
     template: str = "{question}"
     preset: dict[str, dict[str, Any]] = field(default_factory=dict)
     given_passages: bool = False
+    most_given: int | None = None
     claims: Callable[[RewardInput], Sequence[tuple[str, str]]] | None = None
     wants_verdict: bool = False
     answer: Callable[[RewardInput], str | None] = last_answer

@@ -265,8 +265,8 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     return _with_location(where, lambda: ModelConfig(**values, **hybrid, extra=extra, around=around))
 
 
-def write_config(config: ModelConfig, folder: str | Path) -> None:
-    """Write config.json and generation_config.json into `folder` (made if absent)."""
+def write_config(config: ModelConfig, folder: str | Path, dtype: str = "float32") -> None:
+    """Write config.json and generation_config.json into `folder` (made if absent). dtype: of the stored weights."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     eos = list(config.eos_token_ids)
@@ -284,7 +284,7 @@ def write_config(config: ModelConfig, folder: str | Path) -> None:
     fixed = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
-        "dtype" if rules.hybrid else "torch_dtype": "float32",
+        "dtype" if rules.hybrid else "torch_dtype": dtype,
     }
     if family.in_text_config:
         inside = {**config.extra, **shape, **tokens, **rules.constants, "model_type": f"{config.model_type}_text"}

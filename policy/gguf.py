@@ -87,7 +87,7 @@ def import_gguf(path: str | Path, out: str | Path, *, dtype: torch.dtype = torch
         raise UserError(f"{path}: the tensor of {missing[0]} is missing; fetch the file again")
     with staged_folder(out) as folder:
         write_weights(folder, weights)
-        write_config(config, folder)
+        write_config(config, folder, str(dtype).removeprefix("torch."))
         tokenizer.save(folder)
     return {
         "architecture": architecture,

@@ -133,7 +133,7 @@ class Policy(nn.Module):
         else:
             write_weights(folder, merged_weights(self, hf_views(self)) | self.kept)
             save_adapters(self, folder / FOLDER)
-        write_config(self.config, folder)
+        write_config(self.config, folder, str(self.embed_VH.dtype).removeprefix("torch."))
 
 
 def hf_views(policy: Policy) -> dict[str, torch.Tensor]:

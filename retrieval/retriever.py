@@ -44,9 +44,11 @@ class SearchStats:
 
 class Retriever(ABC):
     """Answers searches from any thread, one at a time. identity: of a server's index, if the server reports one.
-    elsewhere: another process does the work, so the caller can do other work meanwhile."""
+    elsewhere: another process does the work, so the caller can do other work meanwhile. samples: a search is a rollout
+    itself, and on a GPU it must not run in parallel with another."""
 
     elsewhere: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.identity: str | None = None

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,8 +25,8 @@ def _last(request: dict[str, Any]) -> str:
 
 class ChatServer:
     """A server. script: one answer per request: a text to reply, (status, body) or (status, body, headers), a word
-    ("break", "half", "sleep"), or a function that returns one of these after any time. When it is empty, the text is
-    `reply(content of the last message)`."""
+    ("break", "half", "drip", "sleep"), or a function that returns one of these after any time. When it is empty, the
+    text is `reply(content of the last message)`."""
 
     def __init__(self) -> None:
         self.script: list[Any] = []
@@ -61,6 +62,13 @@ class ChatServer:
                     self.close_connection = True
                 elif said == "half":
                     self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"choices": ')
+                    self.close_connection = True
+                elif said == "drip":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n")
+                    with suppress(ConnectionError):
+                        for _ in range(40):
+                            self.wfile.write(b" ")
+                            time.sleep(0.05)
                     self.close_connection = True
                 elif said == "sleep":
                     threading.Event().wait(0.3)

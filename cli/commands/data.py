@@ -299,6 +299,8 @@ class Sft(
         kind, tagged, model = self.kind, self.answer == "tagged", self.model
         if Path(self.out).exists():
             raise UserError(f"{self.out}: exists already; choose another file for the records")
+        if not Path(self.out).parent.is_dir():
+            raise UserError(f"{self.out}: the folder {Path(self.out).parent} does not exist; make it")
         if kind == "reasoning" and (self.template is not None or not tagged):
             raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
         if (kind in TAUGHT) != (self.transcripts is not None):

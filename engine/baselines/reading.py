@@ -1,5 +1,6 @@
 """Baselines of one prompt: answers from the model's own knowledge, from the question's passages, or from evidence."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +59,7 @@ def cot(options: CotOptions) -> System:
 
 @dataclass(frozen=True, kw_only=True)
 class NaiveRagOptions(Options):
-    """k: limit on the number of passages shown."""
+    """k: limit on the number of a question's own passages that are shown, and the default of retrieval.k."""
 
     k: Count = 5
 
@@ -70,10 +71,8 @@ def naive_rag(options: NaiveRagOptions) -> System:
     are shown; `full_passages` is the baseline for data sets that shuffle theirs.
     """
 
-    def episode(question: Question, config: EpisodeConfig) -> Episode:
-        return answer_once(replace(question, passages=question.passages[: options.k]), config)
-
-    return baseline("naive_rag", options, ("answer",), episode, prompt="passages", given=options.k)
+    k = options.k
+    return baseline("naive_rag", options, ("answer",), answer_once, prompt="passages", given=k, most_given=k)
 
 
 def full_passages(options: Options) -> System:
@@ -157,6 +156,9 @@ def _records(path: Path) -> Iterator[tuple[str, Record]]:
     return ((f"{path}:{n}", record) for n, record in read_records(path, foreign=True, remedy=ON_PURPOSE))
 
 
+NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SureOptions(Options):
     """candidates: limit on the number of candidates used."""
@@ -180,7 +182,7 @@ def sure(options: SureOptions) -> System:
     question without its own [assumed].
     """
     most = options.candidates
-    return baseline(
+    made = baseline(
         "sure",
         options,
         ("candidates", "support", "verdict"),
@@ -189,6 +191,7 @@ def sure(options: SureOptions) -> System:
         reward=partial(chosen_reward, most=most),
         answer=partial(chosen, most=most),
     )
+    return replace(made, template=made.template.replace("{candidates}", NUMBERS.get(most, str(most))))
 
 
 def argue(question: Question, config: EpisodeConfig, most: int) -> Episode:
@@ -211,9 +214,12 @@ def argue(question: Question, config: EpisodeConfig, most: int) -> Episode:
     return "answered"
 
 
+LIST_MARKER = re.compile(r"(?:[-*•]+|\(?\d{1,2}[.)](?=\s))\s*")
+
+
 def listed(text: str | None, most: int) -> list[str]:
     """Return the candidates, one per line of `text`, without list markers and duplicates, at most `most`."""
-    lines = (line.strip().lstrip("-*").strip() for line in (text or "").splitlines())
+    lines = (LIST_MARKER.sub("", line.strip()) for line in (text or "").splitlines())
     return list(dict.fromkeys(line for line in lines if line))[:most]
 
 

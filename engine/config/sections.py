@@ -328,10 +328,10 @@ class OptimSection(Section):
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0
     micro_batch_tokens: Count = 16384  # tokens per forward; trajectories are packed up to this number
     attention: Attention = "auto"  # attention backend, forward and backward
-    share_prefix: bool = True  # compute a prefix shared by trajectories once, where that saves time
+    share_prefix: bool = True  # train: compute a prefix shared by trajectories once, where that saves time
     # memory of the loss; None: 256 MiB on a CPU, 560 MiB on CUDA (docs/loss.md)
     loss_workspace_bytes: Count | None = None
-    # on: recompute in the backward; auto: as thresher plan decides
+    # on: recompute in the backward; auto: as thresher plan decides for train, off for sft
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"
     optimizer_state_dtype: Literal["float32", "8bit"] = (
         "float32"  # dtype of the moments; 8bit: blockwise, 2 bytes per weight in place of 8
@@ -383,7 +383,9 @@ class SftSection(Section):
     lr: NotNegative = 1e-5  # learning rate
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    held_out: BelowOne = 0.05  # share of the transcripts used for measurement, not for training
+    # share of the transcripts, the first, that are not trained but measure copying; None: .05 with
+    # stop_at_copy_accuracy, else 0
+    held_out: BelowOne | None = None
     stop_at_copy_accuracy: Share | None = (
         None  # share of correctly copied names that ends training; None: train all steps
     )

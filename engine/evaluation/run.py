@@ -23,7 +23,7 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
-from thresher.common.hashes import MODEL_FILES, folder_digest
+from thresher.common.hashes import MODEL_FILES, folder_digest, text_digest
 from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_object, write_records
 from thresher.engine.assemble import (
@@ -119,12 +119,12 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     retriever = retriever_of(recipe, context.system)
     shown = prepare(questions, context, retriever, asked.noise)
     rollout = context.rollout(retriever)
-    check_prompts(shown, rollout, context, "eval", "--prompt chat")
+    prompts = check_prompts(shown, rollout, context, "eval", "--prompt chat")
     questions = shown.questions
     with EvalFolder.open(out, settings) as folder, context.threads():
         judges = load_judges(recipe, context.system, out / "replies.jsonl", asked.allow_keys)
         try:
-            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
+            done = _generate(rollout, questions, prompts, asked.temperature, recipe.run.seed, folder)
             scored = _score(questions, done, context, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
@@ -184,6 +184,8 @@ def recipe_settings(recipe: Recipe, weights: bool = True) -> dict[str, Any]:
         settings["the model's content"] = folder_digest(recipe.model.path, *MODEL_FILES)
     if retrieval is not None and retrieval.index is not None:
         settings["the index's content"] = folder_digest(retrieval.index, MANIFEST)
+    if recipe.system is not None and recipe.system.template is not None:
+        settings["the template's content"] = text_digest(recipe.system.template)
     return settings | {"the system file's content": own_digest(recipe.system.name) if recipe.system else None}
 
 
@@ -218,8 +220,8 @@ def prepare(
             raise UserError(
                 f"eval: --distractors adds passages to a prompt, and that of {context.system.name} shows none"
             )
-        return PromptBatch(list(questions), 0, 0, context.renderer.max_passage_tokens)
-    questions = with_passages(questions, retriever, context.renderer.k)
+        return PromptBatch(list(questions), 0, 0, 0)
+    questions = with_passages(questions, retriever, context.renderer.k, context.system.most_given)
     questions = with_noise(questions, noise_pool(questions, retriever), noise, context.recipe.run.seed)
     return truncate_passages(questions, context.system, context.episode_config, context.renderer)
 
@@ -340,7 +342,12 @@ class EvalFolder:
 
 
 def _generate(
-    rollout: EpisodeRunner, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder
+    rollout: EpisodeRunner,
+    questions: Sequence[Question],
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    seed: int,
+    folder: EvalFolder,
 ) -> list[Generated]:
     """Generate the missing trajectories; return all, including those that the folder already holds."""
     done = folder.generated()
@@ -349,6 +356,12 @@ def _generate(
         raise UserError(
             f"{folder.path}: holds trajectories of other questions; choose another folder for the evaluation"
         )
+    for entry, prompt in zip(done, prompts, strict=False):
+        if entry.trajectory.segments[0].ids != list(prompt):
+            raise UserError(
+                f"{folder.path}: the prompt of question {entry.trajectory.question_id} is now another (its template, "
+                "examples or passages were changed); restore it, or choose another folder"
+            )
     check_generated(done, rollout, folder.path / "generated.jsonl")
 
     def keep(batch: Sequence[Job], trajectories: list[Trajectory]) -> None:

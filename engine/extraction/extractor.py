@@ -186,6 +186,8 @@ class ReadingRetriever(Retriever):
     """Retriever that returns evidence extracted from the passages of packed agent searches. The evidence is a single
     hit; there is no hit if it is empty. readings: packed search -> its Extraction."""
 
+    samples = True
+
     def __init__(self, retriever: Retriever, extractor: Extractor | CompressorExtractor) -> None:
         super().__init__()
         self.readings: dict[str, Extraction] = {}

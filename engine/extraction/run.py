@@ -18,7 +18,7 @@ from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.common.hashes import MODEL_FILES, folder_digest
+from thresher.common.hashes import MODEL_FILES, folder_digest, text_digest
 from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
 from thresher.engine.assemble import load_retrieval, load_run_context
@@ -132,6 +132,9 @@ class ExtractionPlan:
             if chosen is not None:
                 del chosen["url"]
                 chosen["content"] = folder_digest(chosen["model"], *MODEL_FILES) if chosen["model"] else None
+        templates = [self.template, *(one.template for one in (self.generator, self.agent) if one is not None)]
+        if digests := [text_digest(path) for path in templates if path is not None]:
+            kept["the templates' content"] = digests
         kept["the model's content"] = folder_digest(self.model, *MODEL_FILES)
         kept["the index's content"] = folder_digest(self.index, MANIFEST) if self.index else None
         return kept
@@ -278,7 +281,8 @@ class Loop:
         config = EpisodeConfig(template, turns)
         if chosen.model is not None:
             context = self.context if chosen.model == self.plan.model else None
-            context = context or load_run_context(self.recipe, chosen.model)
+            extractor = None if self.context is None else self.context.system
+            context = context or load_run_context(self.recipe, chosen.model, extractor)
             renderer = replace(context.renderer, tags=system.tags, passage_format=passage_format)
             return replace(context, system=system, episode_config=config, renderer=renderer).rollout(retriever)
         assert chosen.url is not None and chosen.name is not None
@@ -311,6 +315,8 @@ def local_recipe(plan: ExtractionPlan) -> Recipe:
     else:
         stored = read_tables(RunFolder(Path(plan.run)).recipe_file)
         tables = {name: dict(stored.get(name) or {}) for name in SECTIONS}
+        for key in ("trees", "tree_nodes", "group_size"):  # of training; they would have to fit its [grpo]
+            tables["rollout"].pop(key, None)
     tables["model"] |= {"path": plan.model, "prompt": plan.prompt}
     if plan.index is not None or plan.url is not None:
         for key in ("index", "url"):

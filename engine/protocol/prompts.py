@@ -35,7 +35,7 @@ class Renderer:
     """Render one system's texts into ids.
 
     k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search's
-    passages, and of a prompt's passages.
+    passages, and of a prompt's passages, in ids. unit: ids per token of the recipe's limit.
     """
 
     tokenizer: Tokenizer
@@ -44,6 +44,7 @@ class Renderer:
     chat: bool
     max_passage_tokens: int
     passage_format: str
+    unit: int = 1
 
     def __post_init__(self) -> None:
         check_passage_format(self.passage_format)
@@ -77,8 +78,9 @@ class Renderer:
         ids = self.passages(passages)
         if len(ids) > self.max_passage_tokens:
             raise UserError(
-                f"a prompt's passages take {len(ids)} tokens, more than rollout.max_passage_tokens = "
-                f"{self.max_passage_tokens}; raise it, or let the system show a question's own passages, which are cut"
+                f"a prompt's passages take {-(-len(ids) // self.unit)} tokens, more than rollout.max_passage_tokens = "
+                f"{self.max_passage_tokens // self.unit}; raise it, or let the system show a question's own passages, "
+                "which are cut"
             )
         return ids
 
@@ -223,7 +225,7 @@ def truncate_passages(
             cut_questions, cut_passages = cut_questions + 1, cut_passages + len(lost)
             question = replace(question, passages=tuple(lost.get(id(one), one) for one in question.passages))
         fitted.append(question)
-    return PromptBatch(fitted, cut_questions, cut_passages, renderer.max_passage_tokens)
+    return PromptBatch(fitted, cut_questions, cut_passages, renderer.max_passage_tokens // renderer.unit)
 
 
 def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:
@@ -238,7 +240,8 @@ def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tu
         kept = [_cut(number, passage, share, renderer) for number, passage in numbered]
         if None in kept:
             raise UserError(
-                f"question {question_id}: rollout.max_passage_tokens = {budget} leaves {share} tokens for each "
+                f"question {question_id}: rollout.max_passage_tokens = {budget // renderer.unit} leaves "
+                f"{share // renderer.unit} tokens for each "
                 f"of {len(passages)} passages, fewer than retrieval.passage_format takes without its text; raise it"
             )
         found = tuple(passage for passage in kept if passage is not None)
@@ -283,11 +286,15 @@ def _headed(passage: Passage, part: str, ids: Sequence[int], renderer: Renderer)
     return replace(passage, **{part: renderer.tokenizer.decode_bytes(ids).decode("utf-8", "ignore")})
 
 
-def with_passages(questions: Sequence[Question], retriever: Retriever | None, k: int) -> list[Question]:
-    """Return the questions; those without passages get the `k` best that one call of the retriever finds.
+def with_passages(
+    questions: Sequence[Question], retriever: Retriever | None, k: int, most: int | None = None
+) -> list[Question]:
+    """Return the questions; those without passages get the `k` best that one call of the retriever finds, and of their
+    own passages the others keep the first `most` (None: all).
 
     Retrieved passages have no gold indices. UserError for a question without passages if there is no retriever.
     """
+    questions = [_first_passages(question, most) for question in questions]
     bare = [question for question in questions if not question.passages]
     if not bare:
         return list(questions)
@@ -303,6 +310,14 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
         else replace(question, passages=tuple(hit.passage for hit in next(found)), gold_indices=None)
         for question in questions
     ]
+
+
+def _first_passages(question: Question, most: int | None) -> Question:
+    if most is None or len(question.passages) <= most:
+        return question
+    gold = question.gold_indices
+    kept = None if gold is None else tuple(number for number in gold if number <= most)
+    return replace(question, passages=question.passages[:most], gold_indices=kept)
 
 
 def noise_pool(questions: Sequence[Question], retriever: Retriever | None) -> Sequence[Passage]:

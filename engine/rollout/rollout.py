@@ -305,7 +305,7 @@ class EpisodeRunner:
         question's own passages, or those found by one search. Questions are unchanged if the system is not given
         passages."""
         if self.system.given_passages:
-            questions = with_passages(questions, self.retriever, self.renderer.k)
+            questions = with_passages(questions, self.retriever, self.renderer.k, self.system.most_given)
         return truncate_passages(questions, self.system, self.episode_config, self.renderer)
 
     def run(
@@ -780,7 +780,8 @@ class Play:
             if self.replaying:
                 self.queries |= {sample.key: query for sample, query in waiting}
                 return
-            if self._retriever().elsewhere or self.writer.elsewhere:
+            retriever = self._retriever()
+            if retriever.elsewhere or (self.writer.elsewhere and not retriever.samples):
                 self.asked += waiting
                 return
             ready = self._found(waiting, partial(self._search, waiting))

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import as_completed, wait
+from contextlib import nullcontext
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from thresher.common.http import (
     request,
     service_address,
 )
+from thresher.common.locks import locked_in_turn
 from thresher.common.records import RecordLog
 from thresher.engine.config.sections import JudgeSection
 
@@ -73,15 +75,19 @@ class _Called(Exception):
 class Replies:
     """Replies by the digest of their request, in memory and, if there is a path, as stored records on disk. The file
     and its folders are created with the first reply. UserError for a file that cannot be read or written, was changed,
-    or holds a line of another kind. Thread-safe; not for two processes at once."""
+    or holds a line of another kind. Threads and processes may share a file."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
-        self._log = None if path is None else self._opened(Path(path))
+        self._log = None if path is None else self._opened(Path(path), alone=not os.path.lexists(path))
 
-    def _opened(self, path: Path) -> RecordLog:
-        """Return the log of a file, and add its replies to the known ones."""
+    def _opened(self, path: Path, alone: bool = False) -> RecordLog:
+        """Return the log of a file, and add its replies to the known ones. alone: the file is not locked."""
+        with nullcontext() if alone else locked_in_turn(path):
+            return self._read(path)
+
+    def _read(self, path: Path) -> RecordLog:
         try:
             path.open("rb").close()
         except FileNotFoundError:
@@ -110,9 +116,10 @@ class Replies:
                 self._log.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise Unwritable(self._log.path, error) from None
-            if self._log.path.exists() and not self._log.as_left:  # another endpoint has stored something since
-                self._log = self._opened(self._log.path)
-            self._log.append({"key": key, "request": request, "reply": reply})
+            with locked_in_turn(self._log.path):
+                if self._log.path.exists() and not self._log.as_left:  # another endpoint has stored something since
+                    self._log = self._read(self._log.path)
+                self._log.append({"key": key, "request": request, "reply": reply})
 
 
 class Endpoint:

@@ -228,10 +228,17 @@ class SftTrainer:
         self.weights, self.policy = weights, weights.policy
         self.sft, self.optim, self.vocab_size, self.seed = sft, optim, vocab_size, seed
         self.attention, _ = choose_attention(optim, self.policy)
-        held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
+        gated = sft.stop_at_copy_accuracy is not None
+        share = sft.held_out if sft.held_out is not None else 0.05 if gated else 0.0
+        held_out = max(1, round(len(transcripts) * share)) if share else 0
         self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
         if not self.training:
             raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
+        if gated and not any(one.copied for one in self.held_out):
+            raise UserError(
+                "sft.stop_at_copy_accuracy: expected held-out transcripts with copied names, found none; leave it out, "
+                "or raise sft.held_out"
+            )
         longest, positions = max(len(one.ids) for one in transcripts), self.policy.config.max_position_embeddings
         if longest > positions:
             raise UserError(

@@ -223,6 +223,8 @@ def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
 
 def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str | Path, kind: str) -> None:
     """Raise UserError if no question of the file could be used."""
+    if not records and not unused:
+        raise UserError(f"{path}: expected transcripts or questions, found none; name another file")
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "

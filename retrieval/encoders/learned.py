@@ -47,7 +47,10 @@ POOLINGS = ("mean", "cls")
 HALVES = ("question_encoder", "ctx_encoder")
 _ARCHITECTURES = ("DPRQuestionEncoder", "DPRContextEncoder")
 GIVEN = "given"
-_ASK = "give pooling (mean or cls) and normalize (yes or no) as its authors do"
+_ASK = (
+    "with index build give --pooling and --normalize as its authors do, or add sentence-transformers' files "
+    "(modules.json, 1_Pooling/config.json)"
+)
 _NO_PREFIX = "no file names one (an E5 or BGE model under another name needs its own)"
 
 

@@ -126,6 +126,8 @@ def test_what_is_written_is_read_back_and_keeps_what_it_does_not_know(tmp_path: 
     write_config(config, tmp_path / "deep" / "copy")
     assert read_config(tmp_path / "deep" / "copy") == config
     written = json.loads((tmp_path / "deep" / "copy" / "config.json").read_text())
+    write_config(config, tmp_path / "half", "bfloat16")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert written["torch_dtype"] == "float32" and written["model_type"] == "qwen2"
     assert written["eos_token_id"] == [7, 8] and "layer_types" not in written
     assert sorted(path.name for path in (tmp_path / "deep" / "copy").iterdir()) == [

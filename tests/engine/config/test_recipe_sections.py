@@ -141,7 +141,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
                 (difference,) = recipe.differences(other)
                 assert difference.startswith(dotted)
                 seen.add(other.digest())
-    assert len(seen) > 55 and len(skipped) < 24
+    assert len(seen) > 55 and len(skipped) < 25
 
 
 def test_what_decides_when_a_token_is_drawn_stays_while_groups_outlive_their_step(write: Any) -> None:

@@ -227,21 +227,24 @@ def test_what_the_command_refuses(flags: list[str], tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("text", "finish", "named", "expected"),
     [
-        ("<search> a", "stop", None, "</search>"),
-        ("<think> so </think> done", "stop", None, None),
-        ("<search> a </search> b <answer> c", "stop", "</answer>", "</search>"),  # it ran on: the first tag counts
-        ("<search> a", "stop", "</answer>", "</answer>"),  # the server names the tag
-        ("<search> a", "length", None, None),
-        ("<search> a", "stop", 151643, "</search>"),  # an id: the end of text
+        ("<search> a", "stop", {}, "</search>"),  # a server that names no stops
+        ("<think> so </think> done", "stop", {}, None),
+        ("<|begin_of_query|> a", "stop", {}, "<|end_of_query|>"),
+        ("<|begin_of_query|> a <|end_of_query|> b", "stop", {}, "<|end_of_query|>"),
+        ("<search> a </search> b <answer> c", "stop", {"stop_reason": "</answer>"}, "</search>"),  # it ran on
+        ("<search> a", "stop", {"stop_reason": "</answer>"}, "</answer>"),
+        ("<search> a", "length", {}, None),
+        ("<search> a", "stop", {"stop_reason": None}, None),  # the end of text, as vLLM and SGLang have it
+        ("<search> a", "stop", {"matched_stop": 151643}, None),
     ],
 )
 def test_a_stop_tag_that_was_left_out_is_put_back(
-    server: ChatServer, text: str, finish: str, named: object, expected: str | None
+    server: ChatServer, text: str, finish: str, named: dict[str, Any], expected: str | None
 ) -> None:
-    server.script = [chat(text, finish, stop_reason=named)]
+    server.script = [chat(text, finish, **named)]
     endpoint = ContinuingEndpoint(server.url, "m")
     context = [{"role": "user", "content": "between <answer> and tags"}]
-    (found,) = endpoint.continued([(context, ("</search>", "</answer>"), 9)], 0.0)
+    (found,) = endpoint.continued([(context, ("</search>", "</answer>", "<|end_of_query|>"), 9)], 0.0)
     assert (found.turn.stop, found.full) == (expected, finish == "length")
     assert found.turn.text.decode().endswith(expected or text)
 

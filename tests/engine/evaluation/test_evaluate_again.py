@@ -14,6 +14,7 @@ from stored_cases import reweighted, stored
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
+from thresher.common.hashes import text_digest
 from thresher.common.records import RecordLog, read_object
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
@@ -200,6 +201,25 @@ def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: 
     own.write_text("one = 2\n")
     with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
         EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
+
+
+def test_an_evaluation_does_not_go_on_with_another_prompt(
+    searching: list[str], asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    command = [*searching, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        cut_after(1, patch)
+        assert cli.run(command) == 130
+    template, settings = asked.with_name("prompt.txt"), tmp_path / "out" / "settings.json"
+    template.write_text("Please. " + template.read_text())
+    assert cli.run(command) == 2
+    assert "unfinished evaluation with the template's content =" in capsys.readouterr().err
+    # The content of other files that a prompt is made of is in no setting, and the prompts differ all the same.
+    kept = json.loads(settings.read_text())
+    kept["the template's content"] = text_digest(template)
+    settings.write_text(json.dumps(kept))
+    assert cli.run(command) == 2
+    assert "out: the prompt of question q0 is now another" in capsys.readouterr().err
 
 
 def test_an_evaluation_does_not_go_on_with_other_weights_or_another_index_in_their_place(

@@ -165,7 +165,7 @@ def test_an_evaluation_looks_at_all_that_it_goes_on_with(tiny_tokenizer: Tokeniz
         with pytest.raises(
             UserError, match=rf"generated\.jsonl:1: segment 1 \(policy\) has .* log-probs .*; {REMEDY}$"
         ):
-            _generate(fake_rollout(tiny_tokenizer), [Question("q1", "Who?", ("Anna",))], 0.0, 0, folder)
+            _generate(fake_rollout(tiny_tokenizer), [Question("q1", "Who?", ("Anna",))], [], 0.0, 0, folder)
 
 
 def test_an_evaluation_that_a_server_left_goes_on_with_the_part_that_was_under_way(
@@ -183,9 +183,9 @@ def test_an_evaluation_that_a_server_left_goes_on_with_the_part_that_was_under_w
 
     rollout = fake_rollout(tiny_tokenizer, run)
     with pytest.raises(Unanswered), EvalFolder.open(tmp_path / "out", {}) as folder:
-        _generate(rollout, questions, 0.0, 0, folder)
+        _generate(rollout, questions, [], 0.0, 0, folder)
     with EvalFolder.open(tmp_path / "out", {}) as folder:
-        done = _generate(rollout, questions, 0.0, 0, folder)
+        done = _generate(rollout, questions, [], 0.0, 0, folder)
         assert done == folder.generated()
     assert [entry.trajectory.question_id for entry in done] == [question.id for question in questions]
     assert asked == [["q0", "q1"], ["q2", "q3"], ["q2", "q3"], ["q4"]]

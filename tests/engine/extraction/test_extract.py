@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines
-from stored_cases import stored
+from stored_cases import reweighted, stored
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
+from thresher.engine.compressors.options import CompressorOptions
 from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, Search, Turn
 from thresher.engine.extraction.extractor import (
     AgentSearch,
@@ -164,6 +165,16 @@ def test_a_generator_of_ours_answers_from_the_evidence(plan: ExtractionPlan, scr
         ("Eva", False, True, "answered"),
     ]
     assert figures["em"] == figures["f1"] == pytest.approx(1 / 3) and figures["answered"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("extractor", [{"baseline": "extract_only"}, {"refining": CompressorOptions(name="filco")}])
+def test_a_baseline_extracts_and_another_model_answers(
+    plan: ExtractionPlan, script: Any, tmp_path: Path, extractor: dict[str, Any]
+) -> None:
+    other = reweighted(Path(plan.model), tmp_path / "other")
+    script({n: ["<extract>note</extract>", ANSWER] for n in range(3)})
+    figures = extract(replace(plan, generator=Chosen(model=str(other)), **extractor))
+    assert figures["answered"] == 1.0 and {line["evidence"] for line in lines(plan)} == {"note"}
 
 
 def test_a_chat_model_answers_from_the_evidence(

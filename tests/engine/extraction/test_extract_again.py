@@ -31,7 +31,7 @@ from thresher.engine.episode import (
 from thresher.engine.evaluation.api_rollout import chat_rollout
 from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.records import Journal, summarise
-from thresher.engine.extraction.run import ExtractionPlan, extract, responses
+from thresher.engine.extraction.run import ExtractionPlan, extract, local_recipe, responses
 from thresher.engine.protocol.prompts import Renderer
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
@@ -68,6 +68,14 @@ def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
     assert (settings["model"], settings["k"], settings["prompt"]) == (plan.model, 2, "raw")
     assert all(line["cut_passages"] == 0 for line in lines(plan))
     assert cli.run([*words, "--distractors", "1", "--loop", "agentic", "--agent-model", plan.model]) == 2
+
+
+def test_a_run_that_was_trained_by_trees_is_asked_without_them(plan: ExtractionPlan, tmp_path: Path) -> None:
+    trees = {"trees": 2, "tree_nodes": 3, "group_size": 8}
+    grpo = {"advantage": "tree", "baseline": "leave_one_out", "scale": "none"}
+    run = make_run(tmp_path / "run", plan.model, system={"name": "eviomni"}, rollout=trees, grpo=grpo)
+    recipe = local_recipe(replace(plan, run=str(run.path)))
+    assert recipe.rollout.trees == 0
 
 
 # --- Interrupted and resumed
@@ -138,6 +146,13 @@ def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any, tmp_path: 
     reweighted(Path(plan.model), folder)
     with pytest.raises(UserError, match=r"moved\.jsonl: was begun with the model's content"):
         extract(moved)
+    (tmp_path / "p.txt").write_text("{question} {passages}")
+    told = replace(plan, template=str(tmp_path / "p.txt"), out=str(tmp_path / "told.jsonl"), limit=1)
+    script({0: [EOS]})
+    extract(told)
+    (tmp_path / "p.txt").write_text("Extract. {question} {passages}")
+    with pytest.raises(UserError, match=r"told\.jsonl: was begun with the templates' content"):
+        extract(replace(told, limit=2))
     Path(plan.questions).write_text(Path(plan.questions).read_text().replace("Ida Jones", "Ida James"))
     with pytest.raises(UserError, match="was begun with the questions' content"):
         extract(plan)

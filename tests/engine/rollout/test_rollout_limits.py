@@ -26,6 +26,8 @@ from thresher.rewards.reward import Source
 class SpyIndex:
     """An index that records every call. before: is called before each search."""
 
+    samples = False
+
     def __init__(self, index: Index, elsewhere: bool = False, before: Callable[[], None] = lambda: None) -> None:
         self.index, self.elsewhere, self.before = index, elsewhere, before
         self.calls: list[list[str]] = []
@@ -243,6 +245,13 @@ def test_a_search_beside_a_gpu_is_over_in_so_many_steps_however_long_it_takes(
     assert all(sorted(query for call in each for query in call) == sorted(QUERIES) for each in calls)
     main = threading.current_thread()
     assert [thread is main for thread in threads] == [True] * len(calls[0]) + [False] * 2 * len(calls[1])
+    # A search that samples itself must not run beside the writer.
+    script({**{seed: list(turns) for seed, turns in searching.items()}, 3: ["c" * 60 + "<answer>b</answer>"]})
+    threads.clear()
+    index = SpyIndex(tiny_index, before=lambda: threads.append(threading.current_thread()))
+    index.samples = True
+    assert [(t.ids(), t.searches, t.reason) for t in tiny_rollout(index=index).run(jobs, 1.0)] == found[0]
+    assert set(threads) == {main}
 
 
 def test_a_search_that_fails_elsewhere_ends_the_run(written: Written, tiny_index: Index) -> None:

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from email.utils import formatdate
@@ -20,7 +22,7 @@ from stored_cases import stored
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
-from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
+from thresher.engine.scoring.endpoint import Endpoint, Replies, load_endpoint
 from thresher.engine.scoring.judges import load_verdicts
 
 
@@ -124,6 +126,24 @@ def test_a_reply_is_paid_for_once_across_runs_and_addresses(server: ChatServer, 
     assert server.asked[0] in [record["request"] for record in records]
 
 
+TWO = """
+import sys
+from thresher.engine.scoring.endpoint import Replies
+replies = Replies(sys.argv[1])
+for n in range(60):
+    replies.put(f"{sys.argv[2]}{n}", {}, f"{n}")
+"""
+
+
+def test_processes_may_share_the_file_of_replies(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    command = [sys.executable, "-P", "-c", TWO, str(path)]
+    running = [subprocess.Popen([*command, name]) for name in "ab"]
+    assert [process.wait(60) for process in running] == [0, 0]
+    replies = Replies(path)
+    assert [replies.get(f"{name}{n}") for name in "ab" for n in range(60)] == [str(n) for n in range(60)] * 2
+
+
 @pytest.mark.parametrize("cut", [1, 20])
 def test_half_a_last_line_is_asked_for_anew(server: ChatServer, tmp_path: Path, cut: int) -> None:
     replies = tmp_path / "r.jsonl"
@@ -192,6 +212,15 @@ def test_what_passes_is_waited_for(server: ChatServer, pauses: list[float], trou
     assert endpoint.complete(said("q")) == ["at last"]
     assert server.asked == [server.asked[0]] * 3 and endpoint.requests == 3
     assert len(lines) == 2 and "asking again for up to 300 s" in lines[0] and lines[1].endswith("replies again")
+
+
+def test_a_reply_that_trickles_gives_its_place_back(server: ChatServer, pauses: list[float]) -> None:
+    server.script = ["drip", "drip", "fine"]
+    endpoint, replies = Endpoint(server.url, "m", timeout=0.2, concurrency=1), list[str]()
+    asking = threading.Thread(target=lambda: replies.extend(endpoint.complete(said("q"))), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert replies == ["fine"]
 
 
 def test_pauses_double_up_to_a_limit_begin_anew_and_honour_retry_after(server: ChatServer, pauses: list[float]) -> None:

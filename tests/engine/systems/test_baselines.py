@@ -15,7 +15,7 @@ from thresher.common.errors import UserError
 from thresher.engine.baselines import NAMES, load_baseline
 from thresher.engine.baselines.reading import chosen, listed
 from thresher.engine.episode import EpisodeConfig, Feedback, Generate, Prompt, Retrieved, Search, SubCall, System
-from thresher.engine.protocol.prompts import Renderer, first_prompt
+from thresher.engine.protocol.prompts import Renderer, first_prompt, with_noise, with_passages
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
@@ -65,8 +65,7 @@ def drive(
         ("direct", {}, ()),
         ("cot", {}, ()),
         ("cot", {"passages": True}, PASSAGES),
-        ("naive_rag", {}, PASSAGES[:5]),
-        ("naive_rag", {"k": 2}, PASSAGES[:2]),
+        ("naive_rag", {}, PASSAGES),
         ("full_passages", {}, PASSAGES),
     ],
 )
@@ -75,9 +74,23 @@ def test_one_turn(name: str, options: dict[str, Any], shown: tuple[Passage, ...]
     requests, reason = drive(system, [f"<think>Hm.</think> {ANSWER}"])
     assert requests == [Prompt(system.template, QUESTION.question, shown), ANSWERED] and reason == "answered"
     assert system.given_passages == bool(shown) == ("{passages}" in system.template)
-    assert system.preset.get("retrieval") == ({"k": options.get("k", 5)} if shown else None)
+    assert system.preset.get("retrieval") == ({"k": 5} if shown else None)
     for text in ("Anna Bell", "<answer> </answer>", "", "Anna Bell</answer>"):
         assert drive(system, [text])[1] == "ended"
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_naive_rag_shows_the_first_passages_of_a_question_and_all_others(k: int) -> None:
+    """Retrieved passages and added noise are not cut: `retrieval.k` and --distractors say how many there are."""
+    system = load_baseline("naive_rag", {"k": k})
+    assert system.preset["retrieval"] == {"k": k}
+    given = replace(QUESTION, gold_indices=(2, len(PASSAGES)))
+    (own,) = with_passages([given], None, 9, system.most_given)
+    assert own.passages == PASSAGES[:k] and own.gold_indices == (2,)
+    noise = [Passage(str(n), "", f"noise {n}") for n in range(9)]
+    (noisy,) = with_noise([own], noise, 3, 0)
+    assert len(noisy.passages) == k + 3 and set(PASSAGES[:k]) < set(noisy.passages)
+    assert with_passages([given], None, 9, None) == [given]
 
 
 def test_the_prompt_of_evidence(tmp_path: Path) -> None:
@@ -256,6 +269,11 @@ def test_sure_asks_for_summaries_verdicts_and_both_orders() -> None:
     assert system.reward(attempt_of(["<candidates>Anna Bell</candidates>"], [])).reward == 1
     assert drive(system, ["Anna Bell"])[1] == "ended" and system.reward(attempt_of(["Anna Bell"], [])).reward == 0
     assert listed("a\n* b\n\nc", 2) == ["a", "b"]
+    assert listed("1. Lisbon\n2) Porto\n(3) Faro\n• 3.5 million\n1984\n-- x", 9) == [
+        *("Lisbon", "Porto", "Faro", "3.5 million", "1984", "x")
+    ]
+    assert "the two that are" in system.template
+    assert "the three that are" in load_baseline("sure", {"candidates": 3}).template
 
 
 @pytest.mark.parametrize(

@@ -338,5 +338,11 @@ def test_some_are_held_out_whenever_any_share_is_but_not_all() -> None:
     shares = (0.0, 0.001, 0.25, 0.9)
     held = [len(trainer_of(make_policy(), sft(held_out=share), COPIES).held_out) for share in shares]
     assert held == [0, 1, 3, 11]
+    gated = sft(held_out=None, stop_at_copy_accuracy=0.5)
+    assert len(trainer_of(make_policy(), gated, COPIES).held_out) == 1
+    assert not trainer_of(make_policy(), sft(held_out=None), COPIES).held_out
+    bare = [Transcript(one.ids, one.positions, []) for one in COPIES]
+    with pytest.raises(UserError, match=r"stop_at_copy_accuracy: expected held-out transcripts with copied names"):
+        trainer_of(make_policy(), gated, bare)
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
         trainer_of(make_policy(), sft(), COPIES[:1])

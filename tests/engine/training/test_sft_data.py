@@ -215,6 +215,15 @@ def test_questions_without_any_use_are_refused(questions: Path, tmp_path: Path) 
         data_sft("--kind", "qa", "--questions", str(questions), "--out", str(tmp_path / "out"))
 
 
+def test_what_would_be_lost_at_the_end_is_refused_at_the_start(questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none/x: the folder .*none does not exist; make it"):
+        data_sft("--kind", "qa", "--questions", str(questions), "--out", str(tmp_path / "none" / "x"))
+    (tmp_path / "empty.jsonl").write_text("")
+    words = ("--kind", "extract", "--transcripts", str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match=r"empty\.jsonl: expected transcripts or questions, found none"):
+        data_sft(*words, "--out", str(tmp_path / "out"))
+
+
 def test_of_a_teachers_transcripts_those_that_answer_right_stay(
     renderer: Renderer, tiny_tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
