@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,7 +277,8 @@ def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
 
 
 def _record(command: Command, out: Path) -> dict[str, Any]:
-    words = [word.replace(f"{RECIPES}/", "recipes/").replace(f"{out}/", "") for word in command.words]
+    inside = re.compile(rf"(^|=){re.escape(str(out))}/")  # a path of the folder, as a word or as an override's value
+    words = [inside.sub(r"\1", word.replace(f"{RECIPES}/", "recipes/"), count=1) for word in command.words]
     recipes = [word for word in command.words if word.endswith(".toml") and Path(word).is_file()]
     return {"words": words, "recipes": {word.replace(f"{RECIPES}/", "recipes/"): _keys(word) for word in recipes}}
 

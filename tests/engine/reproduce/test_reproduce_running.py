@@ -91,8 +91,8 @@ def test_an_output_belongs_to_its_command_and_recipe(
     tmp_path: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    out, ran = tmp_path / "out", list[list[str]]()
-    table(Path("out"), run_command)
+    out, ran = tmp_path / "runs", list[list[str]]()  # also the name of a folder in it
+    table(Path("runs"), run_command)
     table(out, ran.append)
     assert not ran  # the folder is the same however it is written
     table(out, ran.append, seeds=(0, 1))
