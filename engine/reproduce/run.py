@@ -83,6 +83,7 @@ def reproduce(
         return True
 
     share_work([(name, n, one) for name, several in experiments.items() for n, one in enumerate(several, 1)], run_one)
+    check_folder(every, out)
     found = {name: write_table(name) for name in chosen}
     for name, table in chosen.items():
         if table.curves:
@@ -108,7 +109,9 @@ def _run(
     """Run the commands of an experiment; return False if another process is running one of them. Add a refused command
     to `refused`, with the reason, and skip the commands that read its output."""
     for command in experiment.possible():
-        if command.finished or any(one in refused for one in (command, *experiment.leading_to(command))):
+        finished = command.finished
+        check_output(command, out)  # another process may have made it since the start
+        if finished or any(one in refused for one in (command, *experiment.leading_to(command))):
             continue
         with locked(command, out) as mine:
             if not mine:
@@ -227,7 +230,7 @@ def _report_lacking(experiments: Sequence[ExperimentRun]) -> None:
 @contextmanager
 def locked(command: Command, out: Path) -> Iterator[bool]:
     """Lock a command against other processes, and write its record if it is not finished; yield False if another
-    process holds the lock. The lock ends with the process."""
+    process holds the lock. The lock ends with the process. Raise UserError for an output of another command."""
     place = _place(command, out)
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -236,6 +239,7 @@ def locked(command: Command, out: Path) -> Iterator[bool]:
         yield False
         return
     try:
+        check_output(command, out)
         if not command.finished:
             atomic_write_text(place / RECORD, json.dumps(_record(command, out), indent=1) + "\n")
         yield True
@@ -244,36 +248,41 @@ def locked(command: Command, out: Path) -> Iterator[bool]:
 
 
 def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
-    """Raise UserError for an output that another command made.
+    """Raise UserError for an output that another command made."""
+    for command in dict.fromkeys(command for one in experiments for command in one.every()):
+        check_output(command, out)
+
+
+def check_output(command: Command, out: Path) -> None:
+    """Raise UserError if another command made this one's output.
 
     The other command may have other overrides, another paper, or a recipe that has changed. The record of a refused
     command without an output is ignored.
     """
-    for command in dict.fromkeys(command for one in experiments for command in one.every()):
-        file = _place(command, out) / RECORD
-        if not (file.is_file() and command.folder.exists()):
-            continue
-        made, now = read_json_object(file), _record(command, out)
-        words = made.get("words")
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise UserError(f"{file}: expected the words of a command; delete it if {command.folder} is to be kept")
-        before, after = _keyed(words), _keyed(now["words"])
-        if before != after:
-            then, changed = (
-                shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
-                or "less"
-                for some, others in ((before, after), (after, before))
-            )
-            raise UserError(
-                f"{command.folder}: was made with {then}, but now there is {changed}; choose another --out, or the "
-                "earlier flags"
-            )
-        other = [name for name, content in made.get("recipes", {}).items() if now["recipes"].get(name) != content]
-        if other:
-            raise UserError(
-                f"{command.folder}: was made when {other[0]} had other keys; choose another --out, or delete {file} if "
-                "it is to be kept"
-            )
+    file = _place(command, out) / RECORD
+    if not (file.is_file() and command.folder.exists()):
+        return
+    made, now = read_json_object(file), _record(command, out)
+    words = made.get("words")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UserError(f"{file}: expected the words of a command; delete it if {command.folder} is to be kept")
+    before, after = _keyed(words), _keyed(now["words"])
+    if before != after:
+        then, changed = (
+            shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
+            or "less"
+            for some, others in ((before, after), (after, before))
+        )
+        raise UserError(
+            f"{command.folder}: was made with {then}, but now there is {changed}; choose another --out, or the "
+            "earlier flags"
+        )
+    other = [name for name, content in made.get("recipes", {}).items() if now["recipes"].get(name) != content]
+    if other:
+        raise UserError(
+            f"{command.folder}: was made when {other[0]} had other keys; choose another --out, or delete {file} if "
+            "it is to be kept"
+        )
 
 
 def _record(command: Command, out: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from thresher.common import locks
 from thresher.common.errors import UserError
 from thresher.engine.reproduce import run
-from thresher.engine.reproduce.manifest import read_manifest
+from thresher.engine.reproduce.manifest import ServedModel, read_manifest
 from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, experiment_runs
 from thresher.engine.reproduce.run import check_folder, locked, reproduce
 from thresher.engine.world.stages import RECIPES
@@ -131,6 +131,54 @@ def test_an_output_belongs_to_its_command_and_recipe(
     refused(r"command\.json: expected the words of a command; delete it")
     monkeypatch.setattr(run, "_keys", lambda recipe: "other")
     refused(r"world/recite0: was made when recipes/world/base\.toml had other keys")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_another_process_makes_meanwhile_with_other_flags_is_refused(
+    finished: bool, tmp_path: Path, run_command: Run
+) -> None:
+    manifest = read_manifest("eval_rar")
+    scale = Scale("world", overrides=("grpo.beta=0.1",))
+    training = experiment_runs(manifest, manifest.tables["T2"], scale, tmp_path)[0].before[-1]
+    ran: list[list[str]] = []
+
+    def beside_another(words: list[str]) -> None:
+        ran.append(words)
+        run_command(words)
+        if len(ran) == 1:  # the world, which both share
+            with locked(training, tmp_path):
+                run_command(list(training.words)) if finished else training.folder.mkdir(parents=True)
+
+    with pytest.raises(UserError, match=r"runs/eval_rar-seed0: was made with grpo\.beta=0\.1, but now there is less"):
+        table(tmp_path, beside_another)
+    assert all(words[0] not in ("train", "eval") for words in ran) and not (tmp_path / "eval_rar-T2.md").exists()
+    record = json.loads((tmp_path / "commands" / "runs-eval_rar-seed0" / "command.json").read_text())
+    assert "grpo.beta=0.1" in record["words"]
+    own = experiment_runs(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0].before[-1]
+    with pytest.raises(UserError, match="was made with"), locked(own, tmp_path):
+        pass
+
+
+def test_a_table_has_no_output_of_other_flags_by_a_command_that_this_process_cannot_run(
+    tmp_path: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the other process has the address of GPT-4o."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
+    manifest, out = read_manifest("arena"), Path("out")
+    served = {name: ServedModel("http://h:1", name) for name in ("gpt-4o", "deepseek-r1")}
+    other = Scale("paper", overrides=("judge.model=m",), servers=served)
+    answering = experiment_runs(manifest, manifest.tables["T5"], other, out)[0].columns["hotpotqa"][0]
+
+    def beside_another(words: list[str]) -> None:
+        run_command(words)
+        with locked(answering, out):
+            run_command(list(answering.words))
+
+    own = Scale("paper", servers={"deepseek-r1": served["deepseek-r1"]})
+    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with --set judge\.model=m, but now"):
+        reproduce("arena", ["T5"], own, out, beside_another)
 
 
 def test_overrides_have_no_order_and_those_that_nothing_reads_are_named(
