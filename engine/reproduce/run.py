@@ -30,7 +30,14 @@ from thresher.common.locks import Held, lock_folder, share_work
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import System, read_template
-from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, read_manifest
+from thresher.engine.reproduce.manifest import (
+    Method,
+    PaperManifest,
+    PaperTable,
+    PublishedModel,
+    read_manifest,
+    switches_of,
+)
 from thresher.engine.reproduce.pipelines import (
     AGENT,
     Command,
@@ -47,6 +54,10 @@ from thresher.engine.systems import load_system
 from thresher.engine.world.stages import RECIPES
 
 RECORD = "command.json"
+# Keys that the commands of every row set themselves; in the world also those of its files.
+OF_ROWS = ("model.path", "run.seed", "system.name", "system.template")
+OF_TUNINGS = ("sft.data", "sft.format", "sft.template", "sft.transcripts")
+OF_WORLD = ("data.train", "data.dev", "retrieval.index", "retrieval.passage_format")
 
 
 def reproduce(
@@ -57,6 +68,7 @@ def reproduce(
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
     _check_prompts(manifest, chosen, scale)
+    _check_own_keys(manifest, chosen, scale)
     experiments = {name: experiment_runs(manifest, table, scale, out) for name, table in chosen.items()}
     every = [one for several in experiments.values() for one in several]
     _check_overrides(every)
@@ -152,6 +164,22 @@ def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], sc
         for file in scale.prompt_of(method, model):
             if Path(file).is_file():
                 read_template(file, passages="{passages}" in _system_of(method).template)
+
+
+def _check_own_keys(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
+    """Raise UserError for an override of a key that the rows set themselves, which would make them alike."""
+    rows = [row for table in tables.values() for row in table.rows]
+    methods = [manifest.methods[name] for row in rows for name in (row.method, manifest.trains(row))]
+    texts = [text for method in methods for text in (*switches_of(method), *method.overrides)]
+    varied = [text.partition("=")[0] for text in texts if text.startswith(("system.", "data.", "grpo."))]
+    own = [*OF_ROWS, *OF_TUNINGS, *varied, *(OF_WORLD if scale.invented else ())]
+    for text in scale.overrides:
+        key = ".".join(part.strip() for part in text.partition("=")[0].split("."))
+        if any(f"{one}.".startswith(f"{key}.") for one in own):  # the key, or a table that has it
+            raise UserError(
+                f"--set {text}: the rows of these tables set {key} themselves; leave it out (--seeds gives their "
+                "seeds, --prompts their prompts)"
+            )
 
 
 def _asked(manifest: PaperManifest, tables: Mapping[str, PaperTable]) -> Iterator[tuple[Method, PublishedModel]]:

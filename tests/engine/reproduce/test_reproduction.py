@@ -296,6 +296,45 @@ def test_what_is_refused() -> None:
             reproduce(paper, [table], WORLD, Path("x"), print)
 
 
+@pytest.mark.parametrize(
+    ("paper", "table", "scale", "text", "key"),
+    [
+        *(("eval_rar", "T2", name, "run.seed=7", "run.seed") for name in ("paper", "world")),
+        ("eval_rar", "T2", "paper", "model.path=models/other", "model.path"),
+        ("eval_rar", "T2", "paper", "system . name = search_r1", "system.name"),
+        ("eval_rar", "T2", "paper", "system.template=mine.txt", "system.template"),
+        ("eval_rar", "T2", "paper", "system.options.evaluation_reward=true", "system.options.evaluation_reward"),
+        ("eval_rar", "T2", "paper", "model=", "model"),
+        ("eval_rar", "T2", "world", "retrieval.index=mine", "retrieval.index"),
+        ("eviomni", "T2", "paper", "sft.transcripts=mine.jsonl", "sft.transcripts"),
+        ("arena", "T4", "paper", "data.train=mine.jsonl", "data.train"),
+        ("arena", "F4", "paper", "grpo.kl_value=k2", "grpo.kl_value"),
+    ],
+)
+def test_a_key_that_the_rows_set_themselves_is_refused(
+    paper: str, table: str, scale: str, text: str, key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        reproduce(paper, [table], Scale(scale, overrides=("run.steps=2", text)), tmp_path / "out", print)
+    assert str(caught.value).startswith(f"--set {text}: the rows of these tables set {key} themselves; leave it out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "text"),
+    [
+        ("eval_rar", "T2", "retrieval.index=mine"),
+        ("arena", "T3", "data.train=mine.jsonl"),
+        ("arena", "T4", "grpo.kl_value=k3"),
+        ("arena", "T4", "optim.offload=masters"),
+        ("eviomni", "T5", "rollout.max_turn_tokens=64"),
+    ],
+)
+@pytest.mark.usefixtures("asked_file")
+def test_a_key_that_all_rows_share_is_accepted(paper: str, table: str, text: str) -> None:
+    reproduce(paper, [table], Scale("paper", overrides=(text,)), Path("out"), print)
+
+
 def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> None:
     """A command that names its system gets the file; one that continues from a run uses the run's recipe."""
     manifest, prompts = read_manifest("eval_rar"), tmp_path / "prompts"
