@@ -349,6 +349,8 @@ class Reproduce(
             return
         if self.paper is None:
             raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
+        if self.scale == "world":
+            self._no_servers()
         out = Path(self.out or f"runs/{'-'.join([self.paper, *self.tables])}")
         keys = tuple(self.allow_key)
         servers = servers_of(read_manifest(self.paper), self.answer_url, self.answer_model, keys)
@@ -357,6 +359,15 @@ class Reproduce(
         with signals.on_interrupt(lambda: f"{out} keeps what is finished" if out.exists() else None):
             found = reproduce(self.paper, self.tables, scale, out, self.run_command)
         console.answer(found)
+
+    def _no_servers(self) -> None:
+        """Raise UserError for a server's flag; in the invented world only a judge of --set may be on a server."""
+        judged = any(text.startswith("judge.") for text in self.set)
+        keys = [] if judged else self.allow_key
+        given = (("--answer-url", self.answer_url), ("--answer-model", self.answer_model), ("--allow-key", keys))
+        for flag, value in given:
+            if value:
+                raise UserError(f"{flag}: the invented world has no model of a server; give it with --scale paper")
 
     def _list(self) -> None:
         from thresher.engine.planning.time import CHIPS

@@ -17,6 +17,7 @@ from thresher.engine.baselines.reading import answers_from
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.time import CHIPS
 from thresher.engine.reports import report as comparison
+from thresher.engine.reproduce import run
 from thresher.engine.reproduce.manifest import (
     PaperManifest,
     ServedModel,
@@ -463,6 +464,26 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytes
     assert served.flags(["eval", "--answer-model", served.model, "--limit", "2"]) == ["--answer-url", "http://h:1"]
     for words in (["eval", "--model"], ["extract", "--agent-model"], ["train"]):
         assert served.flags([*words, served.model]) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--answer-url", "gpt-4o=http://h:1"),
+        ("--answer-model", "gpt-4o=x"),
+        ("--allow-key", "KEY@h"),
+        ("--answer-url", "gpt-4o=http://h:1", "--allow-key", "KEY@h", "--set", "judge.url=http://h:1"),
+    ],
+)
+def test_in_the_world_flags_of_a_server_are_refused(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "reproduce", lambda *given: {})
+    judge = ("--set", "judge.url=http://h:1")
+    for words, status in ((flags, 2), (("--allow-key", "KEY@h", *judge), 0)):
+        assert cli.run(["reproduce", "arena", "F2", *words]) == status
+    said = f"{flags[0]}: the invented world has no model of a server; give it with --scale paper"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.usefixtures("asked_file")
