@@ -220,7 +220,8 @@ class Pipeline:
         """Return all commands for these columns."""
         method, before, policy, trained = self.method, self.base_commands(), self.start(self.seed), False
         if self.trained.warmup is not None:
-            before += self.tuning(self.trained.warmup, policy, self.seed)
+            prompt = self.scale.prompt_of(self.trained, self.model)  # the one in which the tuned model is asked
+            before += self.tuning(self.trained.warmup, policy, self.seed, prompt)
             policy = str(before[-1].folder)
         if self.trained.recipe is not None:
             before.append(self.training(self.trained.recipe, policy))
@@ -255,23 +256,26 @@ class Pipeline:
         ]
         return [Command(*stage) for stage in dict.fromkeys(stages)]
 
-    def tuning(self, name: str, start: str, seed: int) -> list[Command]:
-        """Return the commands of a tuning that starts from `start`; the last one writes the model folder."""
+    def tuning(self, name: str, start: str, seed: int, prompt: Sequence[str] = ()) -> list[Command]:
+        """Return the commands of a tuning that starts from `start`; the last one writes the model folder. prompt:
+        [file] in place of our prompt, at the paper's scale."""
         commands: list[Command] = []
         tuning = self.manifest.tunings[name]
         folder = self.out / "tunings" / f"{name}{self.of_model}-seed{seed}"
+        if self.invented:
+            prompt = [str(prompt_file(self.world, ASKED_IN[tuning.kind or tuning.format or "qa"]))]
         if tuning.kind is None:
-            data = [f"sft.format={tuning.format}"]
-            if self.invented:
-                prompt = prompt_file(self.world, tuning.format or "qa")
-                data += [f"sft.data={self.trained_on}", f"sft.template={prompt}"]
+            asked = [f"sft.data={self.trained_on}"] if self.invented else []
+            data = [f"sft.format={tuning.format}", *asked, *(f"sft.template={file}" for file in prompt)]
         else:
             made = self.out / "tunings" / f"{name}.jsonl"
             commands, source = self.source(tuning)
-            form = ["--template", str(prompt_file(self.world, ASKED_IN[tuning.kind]))] if self.invented else []
+            data = ["sft.data=", f"sft.transcripts={made}"]
+            form = [word for file in prompt for word in ("--template", file)]
+            if tuning.kind == "reasoning":  # its records have no prompt, and get the recipe's
+                form, data = [], [*data, *(f"system.template={file}" for file in prompt)]
             words = ("data", "sft", "--kind", tuning.kind, *source, *form, "--out", str(made))
             commands.append(Command(words, made, self.absent(source)))
-            data = ["sft.data=", f"sft.transcripts={made}"]
         recipe = RECIPE.with_name("tuning.toml") if self.invented else RECIPES / tuning.recipe
         sets = (f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
         return [*commands, self.by_recipe("sft", str(recipe), sets, folder)]

@@ -183,11 +183,11 @@ def _check_own_keys(manifest: PaperManifest, tables: Mapping[str, PaperTable], s
 
 
 def _asked(manifest: PaperManifest, tables: Mapping[str, PaperTable]) -> Iterator[tuple[Method, PublishedModel]]:
-    """Yield (method, model) for each prompt that these tables use."""
+    """Yield (method, model) for each prompt that these tables use. A generator is asked in the prompt of its tuning."""
     for row in (row for table in tables.values() for row in table.rows):
         method, model = manifest.methods[row.method], manifest.models[row.model]
         for one in (method, manifest.methods[manifest.trains(row)]):
-            if one.system is not None or one.baseline is not None:
+            if (one.system or one.baseline) is not None and (one.generator is None or one.extract):
                 yield one, model
         if method.agent is not None:
             yield AGENT, manifest.models[method.agent]

@@ -4,6 +4,7 @@ of a server, filters, supervised baselines), and the table. Running them: test_r
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from thresher.engine.reproduce.manifest import (
     read_manifest,
     servers_of,
 )
-from thresher.engine.reproduce.pipelines import ExperimentRun, Scale, experiment_runs, in_world
+from thresher.engine.reproduce.pipelines import ExperimentRun, Scale, experiment_runs, in_world, prompt_name
 from thresher.engine.reproduce.run import reproduce
 from thresher.engine.reproduce.tables import _figures, _p, listing, markdown, plan_in_words, read_column, results_of
 from thresher.engine.systems import load_system
@@ -363,6 +364,43 @@ def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> Non
     (prompts / "eval-rar.txt").write_text("{question}")
     assert "eval-rar.txt: no row of these tables uses it; name a file after" in refused(Scale("paper", prompts=prompts))
     assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "method", "name", "told"),
+    [
+        ("arena", "T3", "sft_direct", "full_passages", {"sft sft.template", "eval system.template"}),
+        # Records of this kind get the prompt of the tuning's recipe.
+        ("arena", "T3", "sft_reasoning", "arena", {"sft system.template", "eval system.template"}),
+        ("eviomni", "T1", "vanilla_evidence", "extract_only", {"data --template", "extract system.template"}),
+        ("eviomni", "T1", "rational_evidence", "eviomni", {"data --template", "extract system.template"}),
+        ("eviomni", "T2", "eviomni", "eviomni", {"train system.template"}),  # and not its generator
+    ],
+)
+def test_a_tuned_model_learns_the_prompt_in_which_it_is_asked(
+    paper: str, table: str, method: str, name: str, told: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / f"{name}.txt"
+    file.write_text("{question}")
+    cell = experiment_of(read_manifest(paper), table, method, Scale("paper", prompts=tmp_path), tmp_path / "out")
+    words = [(command.words[0], *pair) for command in cell.every() for pair in pairwise(command.words)]
+    assert told == {
+        f"{command} {word.partition('=')[0] if '=' in word else flag}"
+        for command, flag, word in words
+        if str(file) in word
+    }
+
+
+@pytest.mark.parametrize("paper", paper_names())
+def test_a_prompt_that_is_accepted_is_used(paper: str, tmp_path: Path) -> None:
+    manifest = read_manifest(paper)
+    for table in manifest.tables.values():
+        names = {prompt_name(*one) for one in run._asked(manifest, {"": table})}
+        for name in names:
+            (tmp_path / f"{name}.txt").write_text("{question}")
+        cells = experiment_runs(manifest, table, Scale("paper", prompts=tmp_path), tmp_path / "out")
+        words = " ".join(word for cell in cells for command in cell.every() for word in command.words)
+        assert [name for name in names if f"{tmp_path}/{name}.txt" not in words] == [], table.caption
 
 
 @pytest.mark.parametrize(
