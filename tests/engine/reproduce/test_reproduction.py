@@ -576,6 +576,8 @@ def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
         assert answering.words[2] == str(cell.before[-1].folder) and cell.before[-1].words[0] == "sft"
     made = cell.before[0].words
     assert made[:4] == ("data", "sft", "--kind", "reasoning") and made[made.index("--model") + 1] in cell.lacking()
+    room = int(words.partition("rollout.max_turn_tokens=")[2].partition(" ")[0])
+    assert room >= cli.build_parser().parse_args(list(made)).max_tokens + 128  # an analysis, relevance and answer
     on_cpu = (
         experiment_of(manifest, "T3", method, Scale("paper", overrides=("model.device=cpu",)), tmp_path).before[0].words
     )
