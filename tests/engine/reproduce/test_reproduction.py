@@ -278,6 +278,26 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
     assert "| .404 | .429 ± .000 |" in markdown(results_of(manifest, table, Scale("paper", (0, 1)), again))
 
 
+@pytest.mark.parametrize(
+    ("paper", "table"), [("eviomni", "T2"), ("eviomni", "T2_7B"), ("lear", "T4"), ("lear", "T4_7B")]
+)
+def test_eviomnis_printed_f1_stands_beside_f1_over_characters(paper: str, table: str, tmp_path: Path) -> None:
+    manifest, scale = read_manifest(paper), Scale("paper")
+    assert not any("f1" in row.printed for other in manifest.tables.values() for row in other.rows)
+    cells = experiments(manifest, table, scale, tmp_path)
+    folder = cells[0].columns["nq"][-1].folder
+    folder.mkdir(parents=True)
+    measures = {"em": 0.0, "f1": 0.25, "char_f1": 0.75}
+    record = {"id": "q", "question": "?", "parts": {}, "measures": measures}
+    (folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
+    (folder / "metrics.json").write_text("{}")
+    page = markdown(results_of(manifest, manifest.tables[table], scale, cells))
+    characters, tokens = (page.partition(f"## `{name}`")[2].partition("##")[0] for name in ("char_f1", "f1"))
+    printed = cells[0].row.printed["char_f1"][0]
+    assert f"| Zero | {printed:.3f}".replace("0.", ".") + " | .750 |" in characters
+    assert "| Zero | .250 |" in tokens and "printed" not in tokens
+
+
 def test_the_world_has_methods_that_its_base_knows_and_one_model_of_each(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     known = [name for name, method in manifest.methods.items() if in_world(method)]
