@@ -21,8 +21,7 @@ world_base      base model of all rows in the invented world (engine/world/stage
                 recipe      of a training at paper scale; trained_as: a method whose warm-up and training are used
                             instead
                 extract     true: thresher extract writes evidence from every column's passages; evidence_tokens:
-                            maximum length of the evidence; extract_overrides: of this command only, at paper
-                            scale; agent: a model that searches and sees only the evidence
+                            maximum length of the evidence; agent: a model that searches and sees only the evidence
                 generator   a tuning, one for all seeds, that answers from the evidence or as `baseline`
                 Without a generator, the last model of the chain answers. overrides: of its training, its extraction,
                 and of evaluations without a run; not of tunings; world: false if the invented world has no such
@@ -108,7 +107,6 @@ class Method:
     trained_as: str | None = None
     extract: bool = False
     evidence_tokens: int | None = None
-    extract_overrides: tuple[str, ...] = ()
     agent: str | None = None
     generator: str | None = None
     overrides: tuple[str, ...] = ()

@@ -44,6 +44,8 @@ from thresher.engine.world.stages import (
 OF_TRAININGS = ("sft", "data", "optim")  # sections that answering and extraction do not read
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
 ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # for commands without a recipe
+# For every policy that extracts, as much as the generators read: MuSiQue's 20 paragraphs are 2,450 tokens on average.
+ROOM_TO_READ = ("rollout.max_passage_tokens=3072", "rollout.max_context=4608")
 SHARED_SEED = 0  # of the stages shared by all seeds: the generator that answers from evidence, and the teacher
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
@@ -351,9 +353,9 @@ class Pipeline:
         if method.encoder is not None:
             named = ["--model", self.manifest.models[method.encoder].paper, *sets_of(*ON_GPU)]
         else:
-            named = ["--best-of", policy] if trained else self.named(policy)
+            named = [*(["--best-of", policy] if trained else self.named(policy)), *sets_of(*ROOM_TO_READ)]
         asked = [] if trained or method.refiner else self.template_of(method)
-        return [*named, *method.refiner, *sets_of(*method.extract_overrides, *asked), *own, *self.baseline]
+        return [*named, *method.refiner, *sets_of(*asked), *own, *self.baseline]
 
     def answering(self, column: str, generator: str, evidence: Command | None = None) -> Command:
         """Return the generator's evaluation, from evidence if given."""

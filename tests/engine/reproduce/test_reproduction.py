@@ -609,11 +609,12 @@ def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
     LLMLingua-2 leaves 540 of them, which the generator is shown whole."""
     manifest, room = read_manifest("eviomni"), "rollout.max_passage_tokens=3072"
     scale = Scale("paper", overrides=("rollout.max_passage_tokens=5000",))
-    for method in ("filco", "cot", "eviomni"):
-        cell = experiment_of(manifest, "T10", method, scale, tmp_path)
-        words = cell.columns["musique"][0].words
-        assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # the last one counts
-        assert not any(room in command.words for command in cell.before)
+    for table in ("T1", "T2_7B", "T3", "T4", "T10", "tau", "gamma", "own"):
+        for cell in experiments(manifest, table, scale, tmp_path):
+            for words in (command.words for command in cell.every()):
+                prompted = words[0] == "extract" and not {"recomp", "llmlingua-2"} & set(words)
+                assert (room in words) == prompted, words
+                assert not prompted or words.index(room) < words.index(scale.overrides[0])  # the last one counts
     invented = experiment_of(manifest, "F5", "eviomni", WORLD, tmp_path)
     assert not any(room in command.words for command in invented.every())
     whole, evidence = load_baseline("full_passages", {}), answers_from({}, "a file")
