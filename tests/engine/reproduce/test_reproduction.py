@@ -571,6 +571,18 @@ def test_an_agent_of_a_server_reads_what_an_extractor_of_ours_leaves(tmp_path: P
     assert "search-r1-32b" in with_eviomni.lacking()
 
 
+@pytest.mark.parametrize("table", ["T5", "T6"])
+def test_an_agent_has_the_same_limits_with_and_without_an_extractor(table: str, tmp_path: Path) -> None:
+    """Those of Search-R1's preset; of several overrides of a key the last counts."""
+    cells = experiments("eviomni", table, PAPER, tmp_path)
+    words = [command.words for cell in cells for (command,) in cell.columns.values()]
+    limits = [dict(word.split("=") for word in one if word.startswith("rollout.")) for one in words]
+    preset = read_run_recipe(RECIPES / "search_r1" / "qwen2.5-3b.toml", []).rollout
+    keys = ("max_turn_tokens", "max_policy_tokens", "max_context", "max_passage_tokens")
+    assert {one[0] for one in words} == {"eval", "extract"}
+    assert all(one == {f"rollout.{key}": str(getattr(preset, key)) for key in keys} for one in limits)
+
+
 def test_a_filter_is_tuned_on_questions_and_its_evidence_answered_from(tmp_path: Path) -> None:
     manifest = read_manifest("eviomni")
     invented = f"{tmp_path}/world/data/given_train.jsonl"
