@@ -4,7 +4,7 @@ of a server, filters, supervised baselines), and the table. Running them: test_r
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,9 @@ def test_a_figure_has_its_rows_trainings_over_each_other(
     ((title, groups, out, chosen),) = drawn
     assert title == "Eval-RAR: Training beside Search-R1 (the figure prints no numbers)"
     assert [len(folders) for folders in groups.values()] == [2, 2] and out == tmp_path / "eval_rar-F3.html"
-    assert chosen == ("reward", "length", "searches")
+    assert chosen == ("reward", "length", "searches") and [*groups] == ["Eval-RAR (base)", "Search-R1 (base)"]
+    at_scale = {(cell.row.method, cell.row.model) for cell in experiments("eval_rar", "F3", PAPER, tmp_path)}
+    assert at_scale == {*product(("eval_rar", "search_r1"), ("base", "instruct"))}
 
 
 def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
