@@ -91,7 +91,7 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
     values: Values = {"reward": entry.result.reward} if entry.rated else {}
-    values |= {name: _value(parts[name]) for name in ("em", "f1") if name in parts and entry.rated and golds}
+    values |= {name: _value(parts[name]) for name in ("em", "f1") if name in parts and entry.rated}
     if golds and {"em", "f1"} & parts.keys():
         values |= {
             "f1_plain": f1_score(answer, golds, yes_no=False),

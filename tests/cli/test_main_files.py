@@ -58,7 +58,7 @@ def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert metrics["questions"] == 3 and metrics["temperature"] == 0.0
     assert [record["id"] for record in stored(here / "answers" / "trajectories.jsonl")] == NAMES[:3]
     printed = capsys.readouterr().out
-    for part in ("sft: 3 transcripts to train on, 1 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
+    for part in ("sft: 4 transcripts to train on, 0 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
         assert part in printed
     # The trajectories can be scored, and the index searched.
     score = ["score", "--system", "search_r1", "--transcripts", str(here / "answers" / "trajectories.jsonl")]

@@ -486,7 +486,10 @@ def test_published_tokenizer_and_its_vocabulary_agree(shared_data: Path, tmp_pat
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "no file says how its vectors are made (pooling is unknown); give pooling (mean or cls) and normalize"),
+        (
+            {},
+            "no file says how its vectors are made (pooling is unknown); with index build give --pooling",
+        ),
         ({"pooling": "cls"}, "no file says how its vectors are made (normalize is unknown)"),
         ({"pooling": "max", "normalize": True}, "pooling is 'max' (given), expected mean or cls"),
         ({"pooling": "cls", "normalize": 1}, "normalize is 1 (given), expected true or false"),
