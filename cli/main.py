@@ -50,7 +50,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if wrong is not None:
             print(f"thresher: {console.visible(wrong)}", file=sys.stderr)
             found |= {"error": wrong}
-        if as_json:
+        if as_json and (wrong is not None or os.environ.get("RANK", "0") == "0"):  # of several ranks, the first
             # A lone surrogate, as in a name that is not UTF-8, cannot be encoded; its backslash escape is valid JSON.
             line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
             print(line, flush=True)

@@ -275,7 +275,15 @@ def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
             for file in sorted(temporary.rglob("*")):
                 flush(file)
             refuse_existing(path, replace)
-            _move_into_place(temporary, path)
+            if replace:
+                _move_into_place(temporary, path)
+            else:
+                try:
+                    os.rename(temporary, path)
+                except OSError:
+                    refuse_existing(path, replace)  # it has appeared since
+                    raise
+                flush(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

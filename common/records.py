@@ -296,14 +296,19 @@ class RecordLog:
             found.as_written = True
         chain = found.chain.copy()
         data = make(chain)
+        closing = b""
         try:
             if found.size != found.end:
+                closing = self.path.read_bytes()[found.end :]
                 os.truncate(self.path, found.end)
                 found.size = found.end
             append_bytes(self.path, data)
         except Unwritable:
-            with suppress(OSError):  # remove a partial write
+            with suppress(OSError):  # remove a partial write, and close the file again
                 os.truncate(self.path, found.end)
+                if closing:
+                    append_bytes(self.path, closing)
+                    found.size = found.end + len(closing)
             raise
         except OSError as error:
             raise Unwritable(self.path, error) from None

@@ -125,6 +125,7 @@ class ShardedWeights(TrainedWeights):
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
         """Gather parameter by parameter, into rank 0's CPU memory. Every rank must have state of the same parameters,
         empty shards included, since each takes part in every collective of this loop."""
+        self.refresh()  # a forward since the last step has left parameters gathered
         policy = gather_on_main(self.policy, self.ranks)
         copy = None if policy is None else make_optimizer(policy, self.optim, self.optim.lr)
         into = {} if policy is None else dict(policy.named_parameters())
@@ -146,13 +147,21 @@ class ShardedWeights(TrainedWeights):
 
 
 def load_sharded(
-    folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool, in_cpu_memory: bool = False
+    folder: str | Path,
+    like: Policy,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    *,
+    trained: bool,
+    in_cpu_memory: bool = False,
+    verify: bool = True,
 ) -> Policy:
     """Load the model in `folder`, sharded over ranks. It computes on the device and in the dtype of `like`; the shards
     are of `dtype`, on that device or in CPU memory.
 
     like: a whole policy of the same config; its adapters, if any, are sharded too, and only they are trained. Every
-    rank reads the files layer by layer and keeps its rows. Errors as in `load_policy`.
+    rank reads the files layer by layer and keeps its rows. verify: check the files against their hashes. Errors as in
+    `load_policy`.
     """
     lora = like.lora
     policy = _empty(like, dtype, lora)
@@ -163,7 +172,7 @@ def load_sharded(
     optional = {"lm_head.weight"} if like.config.tie_word_embeddings else set[str]()
     policy.kept = dict(like.kept)
     shapes |= {name: tensor.shape for name, tensor in policy.kept.items()}
-    tensors = dict(read_weights(folder, shapes, optional=optional))  # mapped from the files, not yet read
+    tensors = dict(read_weights(folder, shapes, optional=optional, verify=verify))  # mapped, not yet read
     _fill(policy, tensors, dtype, ranks)
     if lora is not None:
         whole = dict(like.named_parameters())

@@ -5,6 +5,7 @@ other weights would go unnoticed.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from thresher.common.errors import UserError
-from thresher.common.files import read_bytes
+from thresher.common.files import check_file
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks, trainers_of
 from thresher.engine.scoring.score import Judges, VerdictJudge
@@ -88,7 +89,9 @@ def file_digests(recipe: Recipe) -> dict[str, str]:
 
 
 def _digest(path: str | Path) -> str:
-    return hashlib.sha256(read_bytes(Path(path))).hexdigest()
+    check_file(Path(path), sys.maxsize)  # a table of any size, which is not held in memory
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:

@@ -57,6 +57,7 @@ from thresher.kernels.delta.rule import WORKSPACE_BYTES as WORKSPACE
 from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_rows
 from thresher.kernels.operands import SLAB_BYTES
 from thresher.policy.config import FULL, LINEAR, ModelConfig, read_config
+from thresher.policy.families import load_layer_class
 from thresher.policy.lora import RANK_STEP, linear_shapes
 from thresher.policy.model import Policy, kept_shapes
 from thresher.policy.streamed import BUFFERS
@@ -215,10 +216,9 @@ class PlanSetting:
 
     @property
     def share_rows(self) -> bool:
-        """Return whether an update computes a common prefix once. On CUDA, torch's varlen attention can, in bfloat16;
-        "flash" may be FlashAttention-3, which cannot."""
-        on_cuda = self.item == BF16 and self.optim.attention in ("auto", "torch")
-        return self.optim.share_prefix and (not self.cuda or on_cuda)
+        """Return whether an update computes a common prefix once. On CUDA the Triton forest does, whatever backend
+        computes the other attention."""
+        return self.optim.share_prefix
 
     @property
     def prompt_once(self) -> bool:
@@ -326,13 +326,16 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
             total += e * (q + kv)  # rotated q and k, in addition to the projection, of which v is a view
         else:
             total += input_of(q, "o")  # a second copy of o, without padding
-        if config.layer_types:
-            # Inputs of the per-head norms and, in torch, the normalised input and its rms; the gate, and the tensor
-            # that it multiplies.
+        if config.layer_types or load_layer_class(config.model_type).has_head_norms:
+            # Inputs of the per-head norms and, in torch, the rms and the normalised input, for the gradient of the
+            # weight; with an offset the weight is float32.
             total += e * (q + 2 * kv) if setting.cuda or e == FP32 else FP32 * (q + kv)
             if not setting.cuda:
-                total += FP32 * (q + kv + config.num_attention_heads + config.num_key_value_heads)
-            total += 2 * e * q
+                total += FP32 * (config.num_attention_heads + config.num_key_value_heads)
+                if config.layer_types or setting.adapters is None:
+                    total += (FP32 if config.layer_types else e) * (q + kv)
+        if config.layer_types:
+            total += 2 * e * q  # the gate, and the tensor that it multiplies
     total += (2 if setting.cuda else 3) * e * inner + input_of(inner, "down")
     if setting.adapters is not None:
         rank, targets = setting.adapters

@@ -23,7 +23,6 @@ from thresher.engine.planning.memory import (
     PlanSetting,
     demand,
     kv_bytes,
-    kv_tokens,
     read_setting,
     switches,
 )
@@ -146,13 +145,18 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
         "optim.micro_batch_tokens": _micro_batch(config, setting, memory),
         "rollout.max_context": _last(fits, setting.rollout.kv_block_size, config.max_position_embeddings),
     }
-    rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
-    _, least = kv_tokens(setting)
-    rest = sum(rollout.values()) - rollout["KV pool"]
-    a_token = max(kv_bytes(config, setting.item), 1)  # a model without attention layers has no KV cache
-    room = (memory - rest) // a_token
-    held = rollout["KV pool"] // a_token if setting.cuda else room
-    found["rollout.kv_tokens"] = held if least <= room else None
+    block = setting.rollout.kv_block_size
+    context = -(-setting.length // block) * block
+    most = setting.rollout.max_num_seqs * context  # more is never used
+    wide = setting.changed("rollout.kv_tokens", most)
+    if setting.cuda:  # a GPU's pool takes what is free, up to the wish
+        pool = _settled(config, wide, memory)[0].phases["rollout"]["KV pool"]
+        a_token = max(kv_bytes(config, setting.item), 1)  # a model without attention layers has no KV cache
+        found["rollout.kv_tokens"] = pool // a_token - block if _fits(config, wide, memory) else None
+    else:
+        found["rollout.kv_tokens"] = _last(
+            lambda tokens: _fits(config, setting.changed("rollout.kv_tokens", tokens), memory), context, most
+        )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -180,11 +184,20 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
     tried = [line(), *(line(change) for change in known)]
     if setting.adapters is None and setting.grpo.reference != "cpu" and setting.optim.offload != "masters":
         tried.append(_line([f"[lora] with rank = {LORA[0]}"], config, replace(setting, adapters=LORA), memory))
-    several = (line(*known[:count]) for count in range(2, len(known) + 1))
+    several = (line(*_combined(known[:count])) for count in range(2, len(known) + 1))
     lines = list(filter(None, tried)) or list(islice(filter(None, several), 1))
     if setting.cuda and setting.gpus == 1:
         lines += _sharded(config, setting, memory)
     return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
+
+
+def _combined(changes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the changes without one that a later one of the same key replaces. Masters that are offloaded take the
+    moments with them, so the moments' dtype saves nothing on the device then."""
+    kept = dict(changes)
+    if kept.get("optim.offload") == "masters":
+        kept.pop("optim.optimizer_state_dtype", None)
+    return list(kept.items())
 
 
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
@@ -203,6 +216,9 @@ def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> i
 
 def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
     for gpus in range(2, MOST_GPUS + 1):
+        rollout = setting.rollout
+        if rollout.questions_per_step % (gpus * setting.grpo.updates_per_batch) or rollout.in_flight % gpus:
+            continue  # a rank needs as many groups as the others
         shared = replace(setting, gpus=gpus)
         if _fits(config, shared, memory):
             return [f"sharded over {gpus} such GPUs it would fit (--gpus {gpus})"]

@@ -122,6 +122,7 @@ class RunFolder:
         self.path, self.unverified = path, unverified
         self._lock = lock
         self._metrics: RecordLog | None = None
+        self._resumed: Recipe | None = None  # a resumed run's recipe, until it is written
         self.recipe_file = path / "recipe.toml"
         self.starts_file = path / "starts.jsonl"
         self.metrics_file = path / "metrics.jsonl"
@@ -208,7 +209,7 @@ class RunFolder:
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
                 folder.mkdir(exist_ok=True)
             run._metrics_log()  # if it raises, nothing has been written
-            recipe.write(path / "recipe.toml")
+            run._resumed = recipe
         except BaseException:
             os.close(lock)
             raise
@@ -287,6 +288,7 @@ class RunFolder:
 
     def truncate_after(self, step: int) -> None:
         """Delete what was recorded after a step: metrics, trajectories, checkpoints, and unfinished files of a kill.
+        Then write the recipe of a resumed run.
 
         There are checkpoints after it only if a run is told to go back (engine/store/checkpoint.py).
         """
@@ -306,6 +308,8 @@ class RunFolder:
         for folder in (self.path, self.trajectories, self.evaluations):
             for path in folder.glob(".*.tmp"):
                 path.unlink()
+        if self._resumed is not None:  # only now, because it may say that other checkpoints must be there
+            self._resumed.write(self.recipe_file)
 
     def metrics_mark(self) -> dict[str, Any]:
         """Return the number of records in metrics.jsonl, and their digest, to be stored in a checkpoint."""

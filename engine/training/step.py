@@ -517,8 +517,9 @@ class DistributedGrpoStep(GrpoStep):
     def _recompute_logprobs(
         self, by_update: list[list[TrainSequence]]
     ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
+        found = GrpoStep._recompute_logprobs(self, by_update)  # has collectives, so no signal may end it
         with self.ranks.interruptible():
-            return GrpoStep._recompute_logprobs(self, by_update)
+            return found
 
 
 def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:

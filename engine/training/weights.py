@@ -100,12 +100,21 @@ def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tupl
     gathered."""
     dtype = torch.float32 if recipe.lora is None else policy.dtype  # a frozen base needs no master weights
     offloaded = recipe.optim.offload == "masters"
-    trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=offloaded)
+    # The policy was read from `folder`, so its files are verified already.
+    trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=offloaded, verify=False)
     reference = None
     if recipe.grpo.beta > 0 and recipe.lora is not None:
         reference = trained
     elif recipe.grpo.beta > 0:
         away = recipe.grpo.reference == "cpu"
-        reference = load_sharded(recipe.model.path, policy, policy.dtype, ranks, trained=False, in_cpu_memory=away)
+        reference = load_sharded(
+            recipe.model.path,
+            policy,
+            policy.dtype,
+            ranks,
+            trained=False,
+            in_cpu_memory=away,
+            verify=recipe.run.verify,
+        )
     policy.requires_grad_(False)
     return ShardedWeights(trained, policy, reference, recipe.optim, ranks), reference

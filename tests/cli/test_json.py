@@ -151,6 +151,19 @@ def test_a_mistake_is_an_object_too(run: Run, tmp_path: Path) -> None:
         assert said == f"thresher: {found['error']}\n"
 
 
+def test_of_several_ranks_the_first_prints_the_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.run(["recipe", "--show", "smollm2/read.toml", "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+        assert cli.run(["data", "check", "absent", "--json"]) == 2
+        assert "absent: no such file" in json.loads(capsys.readouterr().out)["error"]
+    assert json.loads(printed[0]) and printed[1] == ""
+
+
 def test_what_is_wrong_with_our_work_stands_beside_its_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thresher.bench.loss.run_loss_bench", lambda *_: [{"ms": float("inf")}])
     monkeypatch.setattr("thresher.bench.loss.failure", lambda rows: "ours is wrong")

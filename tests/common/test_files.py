@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from thresher.common import files as files_module
 from thresher.common.errors import UserError
 from thresher.common.files import (
     Unwritable,
@@ -92,6 +93,21 @@ def test_a_staged_folder_appears_at_the_end(tmp_path: Path) -> None:
         (tmp_path / "two").mkdir()  # created by another process
         (tmp_path / "two" / "theirs").write_text("y")
     assert names(tmp_path) == ["runs", "two"] and names(tmp_path / "two") == ["theirs"]
+
+
+def test_what_appears_in_the_last_moment_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = files_module.refuse_existing
+
+    def late(path: Path, replace: bool = False) -> None:
+        look(path, replace)
+        if any(temporary.is_dir() for temporary in tmp_path.glob(".*.tmp")) and not path.exists():
+            path.mkdir()  # by another process
+            (path / "theirs").write_text("y")
+
+    monkeypatch.setattr(files_module, "refuse_existing", late)
+    with pytest.raises(UserError, match="exists already"), staged_folder(tmp_path / "one") as temporary:
+        (temporary / "mine").write_text("x")
+    assert names(tmp_path) == ["one"] and names(tmp_path / "one") == ["theirs"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])

@@ -22,7 +22,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.planning import plan as check
 from thresher.engine.planning.memory import PARTS, all_weights, demand, head_weights, kv_tokens, one_layer, read_setting
-from thresher.engine.planning.plan import GB, Plan, check_memory, plan
+from thresher.engine.planning.plan import GB, Plan, _combined, check_memory, plan
 from thresher.engine.planning.time import CHIPS, Chip, this_chip
 from thresher.policy.config import ModelConfig, config_from_dict, write_config
 from thresher.policy.model import init_policy
@@ -102,6 +102,29 @@ def test_the_largest_settings_fit_and_one_more_does_not(base: dict[str, dict[str
             assert plan_of("1.5B", 1, memory, **changed).fits is fits, key
 
 
+@pytest.mark.parametrize(("device", "memory"), [("cpu", 32), ("cpu", 20), ("cuda", 80), ("cuda", 16)])
+def test_the_largest_cache_fits(device: str, memory: int) -> None:
+    """On a CPU one block more does not fit, unless all samples have a place; on a GPU the cache is what is free."""
+    model = {"path": "m", "device": device, "dtype": "float32" if device == "cpu" else "bfloat16"}
+    found = plan(MODELS["0.5B"], recipe(model=model), memory_bytes=memory * GB)
+    tokens, setting = found.largest["rollout.kv_tokens"], read_setting(recipe(model=model))
+    all_samples = setting.rollout.max_num_seqs * -(-setting.length // 64) * 64
+    wide = plan(MODELS["0.5B"], recipe(model=model, rollout={"kv_tokens": tokens}), memory_bytes=memory * GB)
+    assert wide.fits and tokens <= all_samples
+    more = plan(MODELS["0.5B"], recipe(model=model, rollout={"kv_tokens": tokens + 64}), memory_bytes=memory * GB)
+    if device == "cpu":
+        assert tokens == all_samples or not more.fits
+    elif tokens < all_samples:
+        pools = [one.phases["rollout"]["KV pool"] for one in (wide, more)]
+        assert pools[1] == pytest.approx(pools[0], rel=1e-4)
+
+
+def test_advice_names_each_key_once() -> None:
+    changes = [("optim.optimizer_state_dtype", "8bit"), ("optim.offload", "moments"), ("optim.offload", "masters")]
+    assert _combined(changes) == [("optim.offload", "masters")]
+    assert _combined(changes[:2]) == changes[:2]
+
+
 def test_more_of_anything_needs_no_less() -> None:
     least = plan_of("1.5B").total_bytes
     for section, more in (
@@ -154,7 +177,9 @@ def test_all_weights_of_7b_need_several_gpus() -> None:
 
     (line,) = [line for line in plan_of("7B", 1, 80, **KEPT).advice if "sharded over" in line]
     gpus, tokens = int(line.split()[2]), int(line.split()[-3])
-    assert gpus > 2 and kept(gpus, tokens) and not kept(gpus - 1, 4096)
+    assert gpus > 2 and kept(gpus, tokens) and not kept(gpus // 2, 4096)
+    questions = recipe().rollout.questions_per_step
+    assert questions % gpus == 0 and kept(gpus - 1, 4096) and questions % (gpus - 1)  # a group is not split
 
 
 def test_several_gpus_divide_states_and_gather_weights() -> None:

@@ -1,5 +1,6 @@
 """Run folders: never half-made, never mixed up, truncated to a checkpoint's step, one writer at a time."""
 
+import errno
 import math
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from stored_cases import stored
 
+from thresher.common import records as records_module
 from thresher.common.errors import UserError
+from thresher.common.files import Unwritable
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, ModelSection, OptimSection, RunSection
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
@@ -74,6 +77,8 @@ def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
         run.append_metrics({"step": 1, "reward": 0.5})
     longer = replace(RECIPE, run=RunSection(steps=999), model=ModelSection(path="m", device="cuda"))
     with RunFolder.resume(tmp_path / "run", longer) as run:
+        assert load_recipe(run.recipe_file) == RECIPE
+        run.truncate_after(1)
         assert load_recipe(run.recipe_file) == longer
         run.append_metrics({"step": 2, "reward": 0.6})
         assert read_metrics(run.path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.6}]
@@ -367,6 +372,39 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
             run.check_checkpoints, 0
         )
         run.check_checkpoints(every)
+
+
+def test_a_resume_that_is_killed_while_it_loads_changes_nothing(tmp_path: Path) -> None:
+    """A smaller period of checkpoints holds for later steps only."""
+    often = replace(RECIPE, run=replace(RECIPE.run, save_every=2))
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        for step in range(1, 6):
+            run.append_metrics({"step": step, "reward": 0.5})
+    RunFolder.resume(tmp_path / "run", often).close()  # killed before anything is truncated
+    RunFolder(tmp_path / "run").check_checkpoints(0)
+    with RunFolder.resume(tmp_path / "run", often) as run:
+        run.truncate_after(-1)
+        assert load_recipe(run.recipe_file).run.save_every == 2 and run.metrics() == []
+
+
+def test_a_full_disk_leaves_a_closed_file_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 1, "reward": 0.5})
+        run.write_summary({})
+    closed, append = run.metrics_file.read_bytes(), records_module.append_bytes
+
+    def full(path: Path, data: bytes) -> None:
+        monkeypatch.setattr(records_module, "append_bytes", append)
+        append(path, data[:7])
+        raise Unwritable(path, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(records_module, "append_bytes", full)
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run, pytest.raises(Unwritable):
+        run.append_metrics({"step": 2, "reward": 0.5})
+    assert run.metrics_file.read_bytes() == closed
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 2, "reward": 0.6})
+        assert len(run.metrics()) == 2
 
 
 def test_summary(tmp_path: Path) -> None:
