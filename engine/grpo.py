@@ -15,10 +15,11 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError, as_number, shown
 from thresher.common.jsonl import write_jsonl
+from thresher.common.signals import handle_signals
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.tables import hints, keys, section_in
 from thresher.engine.progress import progress_to
-from thresher.engine.systems import load_system
+from thresher.engine.systems import load_system, own_digest
 from thresher.engine.systems._plain import IN_PROCESS, given
 from thresher.engine.training.train import train
 from thresher.policy.tokenizer import load_tokenizer
@@ -73,7 +74,8 @@ class GRPO:
         if (prompts is None) == (questions is None):
             raise UserError("GRPO: expected either prompts, texts, or questions, records or a file, and not both")
         self.out = Path(out)
-        chosen: dict[str, Any] = {"name": system} if system is not None else _plain(reward, weights)
+        self._given: dict[str, Any] = {}  # rewards of this process, by name
+        chosen: dict[str, Any] = {"name": system} if system is not None else _plain(reward, weights, self._given)
         chat = load_tokenizer(model).chat_template is not None
         tables: dict[str, Any] = {
             "model": {"path": str(model), "prompt": "chat" if chat else "raw"},
@@ -90,7 +92,8 @@ class GRPO:
     def train(self, resume: bool = False) -> dict[str, Any]:
         """Train and print the progress; return the content of summary.json. resume: continue from the last
         checkpoint."""
-        with console.progress_line("train", self.recipe.run.steps) as line:
+        given.update(self._given)  # another GRPO may have functions of the same names
+        with handle_signals(), console.progress_line("train", self.recipe.run.steps) as line:
             return train(self.recipe, self.out, resume, progress_to(line, self.recipe, self.out))
 
     def _file(self, name: str, records: Records | None) -> str:
@@ -125,10 +128,10 @@ def _record(one: Mapping[str, Any] | Question | str, number: int) -> dict[str, A
     return {"id": str(number), **one}
 
 
-def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
+def _plain(reward: Any, weights: Sequence[float] | None, own: dict[str, Any]) -> dict[str, Any]:
     several = isinstance(reward, Sequence) and not isinstance(reward, str)
     rewards = list(reward) if several else [reward]
-    options: dict[str, Any] = {"rewards": [_name(one) for one in rewards]}
+    options: dict[str, Any] = {"rewards": [_name(one, own) for one in rewards]}
     if weights is not None:
         if not isinstance(weights, Sequence) or any(as_number(weight) is None for weight in weights):
             raise UserError(f"GRPO: weights is {shown(weights)}; expected a list with a number for each reward")
@@ -136,10 +139,10 @@ def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
     return {"name": "plain", "options": options}
 
 
-def _name(reward: Any) -> str:
-    """Return the name of a reward. It is the file and function if a module of a file has the reward, so that the run
-    can be evaluated and resumed by any process; else a name valid in this process. This process calls the object
-    itself."""
+def _name(reward: Any, own: dict[str, Any]) -> str:
+    """Return the name of a reward, and add it to `own`. It is the file and function if a module of a file has the
+    reward, so that the run can be evaluated and resumed by any process; else a name valid in this process, the same
+    for a function that is defined again. This process calls the object itself."""
     if isinstance(reward, str):
         return reward
     if not callable(reward):
@@ -150,14 +153,26 @@ def _name(reward: Any) -> str:
     file = getattr(module, "__file__", None)
     # A script (no __spec__, or __main__) must not train again when its reward is imported.
     imported = getattr(module, "__spec__", None) is not None and module.__name__ != "__main__"  # type: ignore[union-attr]
-    if imported and file is not None and Path(file).suffix == ".py" and getattr(module, name, None) is reward:
+    imported = imported and file is not None and Path(file).suffix == ".py" and getattr(module, name, None) is reward
+    if imported and _stands_alone(module, str(file)):
         key = f"{file}:{name}"
     else:
         key = f"{IN_PROCESS}{name}"
-        while given.get(key, reward) != reward:  # a bound method is a new object each time
+        while own.get(key, reward) != reward:  # a bound method is a new object each time
             key += "_"
-    given[key] = reward
+    own[key] = given[key] = reward
     return key
+
+
+def _stands_alone(module: Any, file: str) -> bool:
+    """Return whether the file can be imported without the package that it may be part of."""
+    if not module.__package__:
+        return True
+    try:
+        own_digest(file)
+    except UserError:
+        return False
+    return True
 
 
 def _set(tables: dict[str, Any], key: str, value: Any) -> None:

@@ -248,7 +248,8 @@ class Recipe(Section):
         if any(tool.noise is not None and len(set(tool.noise)) > 1 for tool in (self.tools or {}).values()):
             fixed["run.steps"] = self.run.steps  # because the noise rises over them
         if self.rollout.stale_cache:  # a checkpoint clears the cache
-            fixed |= {f"run.{key}": getattr(self.run, key) for key in ("steps", "save_every", "best_metric")}
+            fixing = ("steps", "token_budget", "save_every", "best_metric")
+            fixed |= {f"run.{key}": getattr(self.run, key) for key in fixing}
         if self.rollout.partial:  # keys that determine in which decoding step a token is sampled
             fixed |= {f"rollout.{key}": getattr(self.rollout, key) for key in ("kv_tokens", "num_draft_tokens")}
         return fixed

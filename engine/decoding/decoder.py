@@ -139,7 +139,8 @@ class Decoder:
         self.pool, blocks = self.scheduler.pool, -(-longest // self.block_size)
         self.batch = self._make_batch(longest, blocks)
         if self.speculate:
-            self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
+            # As long as the arrays, which may be those of an earlier, longer run.
+            self.drafter = Drafter(self.speculate, self.max_running, self.batch.length, self._draft_costs())
         self._timers: list[tuple[DeviceTimer, float]] = []  # of forwards, not yet read; the share of prefill in each
         self._sequence_in: dict[int, TokenSequence] = {}
         self._slots_N: Ints | None = None  # of the running sequences, by age; None: outdated

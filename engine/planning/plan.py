@@ -147,7 +147,8 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
     }
     block = setting.rollout.kv_block_size
     context = -(-setting.length // block) * block
-    most = setting.rollout.max_num_seqs * context  # more is never used
+    least = max(context, setting.rollout.in_flight * block if setting.rollout.partial else 0)
+    most = max(setting.rollout.max_num_seqs * context, least)  # more is never used
     wide = setting.changed("rollout.kv_tokens", most)
     if setting.cuda:  # a GPU's pool takes what is free, up to the wish
         pool = _settled(config, wide, memory)[0].phases["rollout"]["KV pool"]
@@ -155,7 +156,7 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
         found["rollout.kv_tokens"] = pool // a_token - block if _fits(config, wide, memory) else None
     else:
         found["rollout.kv_tokens"] = _last(
-            lambda tokens: _fits(config, setting.changed("rollout.kv_tokens", tokens), memory), context, most
+            lambda tokens: _fits(config, setting.changed("rollout.kv_tokens", tokens), memory), least, most
         )
     return {name: value for name, value in found.items() if value is not None}
 

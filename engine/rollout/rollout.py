@@ -849,7 +849,7 @@ class Play:
         if self.replaying:
             return None
         if sample.group.step is not None:
-            self.runner.tools.place = trajectories_of(sample.group.step)
+            self.runner.tools.place, self.runner.tools.step = trajectories_of(sample.group.step), sample.group.step
         call = self.runner.tools.call(sample, sample.trajectory, request, sample.job.question)
         return None if call.result is None else self._store_result(call, call.result)
 
@@ -967,6 +967,11 @@ class Play:
         if room <= 0:
             self._end(sample, limit)
             return
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise UserError(
+                f"{self.runner.system.name} asks for a turn of {request.max_tokens} tokens; expected max_tokens of at "
+                "least 1, or none"
+            )
         most = room + 1 if request.max_tokens is None else request.max_tokens * self.runner.unit
         sample.room, sample.limit = (room, limit) if most > room else (most, None)
         sample.trajectory.segments.append(Segment(Source.POLICY, []))

@@ -486,6 +486,8 @@ def best_checkpoint(path: str | Path) -> Best:
     recipe, records = load_recipe(run.recipe_file), read_metrics(run.metrics_file, remedy="put a copy back")
     metric = chosen_by(records, recipe.run.best_metric)
     ranked = [(record["step"], record["eval"][metric]) for record in evaluations_by_dev(records, metric)]
+    if not ranked and any(record.get("eval") for record in records):
+        raise UserError(f"{path}: no evaluation measures {metric}; set run.best_metric to another, or name a --model")
     if not ranked:
         raise UserError(f"{path}: the run has no evaluation to choose by; give it data.dev, or name a --model")
     for step, value in ranked:

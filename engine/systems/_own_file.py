@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast, get_args
 
-from thresher.common.errors import UserError
+from thresher.common.errors import UserError, as_number
 from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import (
@@ -172,10 +172,10 @@ def _own_episode(
 
 def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInput], RewardResult]) -> RewardResult:
     """Call the file's reward. UserError if it raises, or returns an unusable result."""
-    result = _called(partial(reward, attempt), "reward(attempt)", path)
+    result = _with_numbers(_called(partial(reward, attempt), "reward(attempt)", path))
     if wrong := _wrong(result):
         raise UserError(f"{path}: reward(attempt) returned {wrong}; fix the file")
-    return result
+    return cast(RewardResult, result)
 
 
 def _own_group_reward(
@@ -187,11 +187,25 @@ def _own_group_reward(
         what = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__
         wrong: str | None = f"{what} for a group of {len(attempts)}; expected a list with a RewardResult for each"
     else:
+        found = [_with_numbers(result) for result in found]
         faults = ((number, _wrong(result)) for number, result in enumerate(found, 1))
         wrong = next((f"for attempt {number} of {len(found)} {fault}" for number, fault in faults if fault), None)
     if wrong:
         raise UserError(f"{path}: reward_group(attempts) returned {wrong}; fix the file")
     return cast(Sequence[RewardResult], found)
+
+
+def _with_numbers(result: object) -> object:
+    """Return the result with numbers of other types, such as NumPy's, as floats."""
+    if not isinstance(result, RewardResult) or not isinstance(result.parts, dict):
+        return result
+    return replace(result, reward=_float(result.reward), parts={key: _float(x) for key, x in result.parts.items()})
+
+
+def _float(value: Any) -> Any:
+    if value is None or isinstance(value, int | float) or (found := as_number(value)) is None:
+        return value
+    return found
 
 
 def _wrong(result: object) -> str | None:
@@ -235,7 +249,7 @@ def _import_file(path: Path) -> ModuleType:
         with _importing_beside(path.resolve()):
             exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
     except FAULTS as error:
-        del sys.modules[name]
+        del sys.modules[name], _beside[path.resolve()]
         raise UserError(f"{path}: importing it raised {described(error, path)}; fix the file") from error
     return module
 

@@ -412,6 +412,10 @@ class Trainer:
             return
         measures = summary_of([row for rows, _ in gathered for row in rows])
         measures |= {"cut_passages": sum(cut for _, cut in gathered), "seconds": time.perf_counter() - started}
+        metric = self.recipe.run.best_metric
+        if metric is not None and metric not in measures:
+            known = ", ".join(name for name, value in measures.items() if isinstance(value, int | float))
+            raise UserError(f"run.best_metric is {metric!r}, which no evaluation measures; expected one of {known}")
         self.run_folder.write_evaluation(step, lines)
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)

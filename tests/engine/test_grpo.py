@@ -3,7 +3,10 @@
 import importlib
 import inspect
 import json
+import os
 import runpy
+import signal
+import time
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,11 @@ from stored_cases import stored
 
 from thresher.cli.main import run
 from thresher.common.errors import UserError
+from thresher.common.signals import Interrupted, defer_signals
 from thresher.engine import GRPO
+from thresher.engine import grpo as grpo_module
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import SystemSection
 from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 from thresher.engine.systems import _plain, load_system
 from thresher.retrieval.questions import Question
@@ -203,9 +210,53 @@ def test_the_function_itself_is_called(
     monkeypatch.syspath_prepend(tmp_path)
     one = importlib.import_module("rewards_of_mine.one")
     named = name_of(one.score)
-    assert named == f"{package / 'one.py'}:score"
+    assert named == "python:score"  # its file cannot be imported without the package
+    (package / "two.py").write_text("def score(text):\n    return 2\n")
+    two = importlib.import_module("rewards_of_mine.two")
+    assert name_of(two.score) == f"{package / 'two.py'}:score"
+    assert name_of(one.score) == named
     one.base.value = 5
     assert load_system("plain", {"rewards": [named]}).reward(attempt_of()).reward == 5
+
+
+def test_a_function_that_is_defined_again_has_its_name_and_a_run_its_function(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the cell of a notebook is run again; and two runs of one program may have functions of one name."""
+
+    def make(value: float) -> GRPO:
+        def score(text: str) -> float:
+            return value
+
+        return GRPO(tiny_model_folder, score, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
+
+    one, two = make(1.0), make(2.0)
+    assert one.recipe.differences(two.recipe) == []
+    called: list[float] = []
+
+    def train(recipe: Recipe, *_: Any) -> dict[str, Any]:
+        system = load_system("plain", recipe.need(SystemSection).options)
+        called.append(system.reward(attempt_of()).reward)
+        return {}
+
+    monkeypatch.setattr(grpo_module, "train", train)
+    for trainer in (one, two, one):
+        trainer.train()
+    assert called == [1.0, 2.0, 1.0]
+
+
+def test_a_signal_ends_a_run_as_it_ends_the_command(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any) -> None:
+        with defer_signals("", unless=lambda: True):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    monkeypatch.setattr(grpo_module, "train", train)
+    trainer = GRPO(tiny_model_folder, letters, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
+    with pytest.raises(Interrupted):
+        trainer.train()
 
 
 def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:

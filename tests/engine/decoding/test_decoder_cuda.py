@@ -461,6 +461,14 @@ def test_steps_are_made_anew_for_other_weights_rules_and_lengths(endless: Policy
     assert not set(before.values()) & set(decoder._steps.values())
 
 
+def test_drafts_are_looked_up_in_the_arrays_of_a_longer_run_before(endless: Policy, tiny_tokenizer: Tokenizer) -> None:
+    decoder = make_device_decoder(endless, tiny_tokenizer, speculate=8)
+    for length in (180, 100):
+        turns = (TurnPlan(room=30),)
+        play(decoder, [[1, 2, 3] * (length // 3)], [SequencePlan(prompt=0, seed=0, turns=turns)])
+        assert decoder.drafter.earlier_BL.shape[1] == decoder.batch.tokens_BL.shape[1]
+
+
 @needs_cuda
 @pytest.mark.parametrize(
     ("size", "drafts", "shares", "dtype", "draw"),

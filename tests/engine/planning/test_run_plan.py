@@ -119,6 +119,15 @@ def test_the_largest_cache_fits(device: str, memory: int) -> None:
         assert pools[1] == pytest.approx(pools[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cache_of_partial_rollouts_has_a_block_for_each_group(device: str) -> None:
+    sizes = {"partial": True, "questions_per_step": 512, "max_context": 320, "max_policy_tokens": 64}
+    model = {"path": "m", "device": device, "dtype": "bfloat16"}
+    sized = recipe(model=model, rollout=ROLLOUT | sizes | {"max_num_seqs": 8})
+    found = plan(MODELS["0.5B"], sized, memory_bytes=40 * GB)
+    assert found.largest["rollout.kv_tokens"] >= 1024 * sized.rollout.kv_block_size
+
+
 def test_advice_names_each_key_once() -> None:
     changes = [("optim.optimizer_state_dtype", "8bit"), ("optim.offload", "moments"), ("optim.offload", "masters")]
     assert _combined(changes) == [("optim.offload", "masters")]

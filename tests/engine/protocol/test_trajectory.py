@@ -52,6 +52,17 @@ def test_policy_ids_are_those_at_its_positions(sound: Trajectory) -> None:
     assert sound.policy_ids() == [ids[row] for row in sound.policy_positions()] != []
 
 
+def test_the_template_may_have_several_tags_around_a_result(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    encode = tiny_tokenizer.encode_template
+    before, after = encode("\n<search><information>"), encode("</information></search>\n")
+    sound.segments[2].ids = [*before, *encode("Doc 1"), *after]
+    sound.segments[2].edges = len(before), len(after)
+    assert check_trajectory(sound, tiny_tokenizer, TAGS, len(sound) + 20) == []
+    sound.segments[2].ids = [*before, *encode("Doc </information> 1"), *after]
+    (wrong,) = check_trajectory(sound, tiny_tokenizer, TAGS, len(sound) + 20)
+    assert "segment 2 (retrieved) contains tags of its own" in wrong
+
+
 Plant = Callable[[Trajectory, Tokenizer], None]
 
 

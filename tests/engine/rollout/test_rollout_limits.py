@@ -2,7 +2,7 @@
 that break the rules. Where a test needs to know the policy's tokens, `script` and `written` force the ids."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -252,6 +252,17 @@ def test_a_search_beside_a_gpu_is_over_in_so_many_steps_however_long_it_takes(
     index.samples = True
     assert [(t.ids(), t.searches, t.reason) for t in tiny_rollout(index=index).run(jobs, 1.0)] == found[0]
     assert set(threads) == {main}
+
+
+@pytest.mark.parametrize("most", [0, -3])
+def test_a_turn_of_no_tokens_is_refused(tiny_rollout: Make, tiny_questions: list[Question], most: int) -> None:
+    def episode(question: Question, config: Any) -> Iterator[Any]:
+        yield Prompt(config.template, question.question)
+        yield Generate(stop=(), max_tokens=most)
+        return "answered"
+
+    with pytest.raises(UserError, match=f"test asks for a turn of {most} tokens; expected max_tokens of at least 1"):
+        tiny_rollout(system_of(episode)).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
 
 
 def test_a_search_that_fails_elsewhere_ends_the_run(written: Written, tiny_index: Index) -> None:

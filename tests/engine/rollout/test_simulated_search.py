@@ -219,6 +219,14 @@ def test_a_run_draws_its_noise_again_and_repeats_from_its_record(recipe: Callabl
     assert flat[0] == flat[1] and metrics(Path("run"))
 
 
+@pytest.mark.slow
+def test_noise_is_that_of_the_step_of_its_question(recipe: Callable[..., Recipe]) -> None:
+    """A call of a group that outlives its rollout has the noise of the group's own step."""
+    partial = {"partial": True, "max_num_seqs": 4}
+    train(recipe(tool={"noise": [0.0, 1.0], "noise_base": 1.0}, run={"steps": 2}, rollout=partial), "run")
+    assert [{call["noisy"] for call in calls_of("run", step)} for step in (1, 2)] == [{False, True}, {True}]
+
+
 def test_the_episode_is_search_r1s_with_a_tool(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

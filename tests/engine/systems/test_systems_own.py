@@ -251,6 +251,16 @@ def test_a_file_is_read_anew_and_two_of_one_name_are_two(tmp_path: Path) -> None
     assert not list(tmp_path.rglob("*.pyc")), "nothing is left beside a user's file"
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    parts = "{'em': np.float32(0.5), 'f1': None, 'answered': 1}"
+    body = f"    import numpy as np\n    return RewardResult(np.sum([1, 2]), {parts})\n"
+    made = "\n\ndef system(options):\n    return System('mine', (), None, reward, '')\n"
+    (tmp_path / "mine.py").write_text(GOOD + OWN + body + made)
+    found = load_system(str(tmp_path / "mine.py"), {}).reward(RewardInput(pieces=[], golds=()))
+    assert (found.reward, found.parts) == (3.0, {"em": 0.5, "f1": None, "answered": 1})
+    assert type(found.reward) is float and type(found.parts["em"]) is float
+
+
 def test_a_file_imports_what_lies_beside_it(quote: Path, tmp_path: Path) -> None:
     """Two systems may import neighbours of the same name; a changed neighbour changes the digest."""
     systems, digests = [], []

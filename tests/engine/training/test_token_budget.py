@@ -87,6 +87,13 @@ def test_a_finished_run_goes_on_with_a_larger_budget_alone(
     assert_same_steps(three_steps, out)
 
 
+def test_with_a_stale_cache_the_budget_is_the_runs_own(make_recipe: Make) -> None:
+    """Its last step is saved, which empties the cache."""
+    stale = {"partial": True, "stale_cache": True}
+    one, other = (make_recipe(run={"token_budget": budget}, rollout=stale) for budget in (700, 2000))
+    assert one.differences(other) == ["run.token_budget is 700, not 2000"]
+
+
 def test_the_steps_to_come_follow_from_the_tokens_so_far(make_recipe: Make) -> None:
     run = with_budget(make_recipe, 1000).run
     assert [expected_steps(run, *done) for done in ((0, 0), (2, 400), (2, 1), (3, 1001))] == [STEPS, 5, STEPS, 3]

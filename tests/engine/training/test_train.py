@@ -180,6 +180,14 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ma
 
 
 @pytest.mark.slow
+def test_a_best_metric_that_nothing_measures_is_refused_at_the_first_evaluation(
+    tmp_path: Path, make_recipe: Make
+) -> None:
+    with pytest.raises(UserError, match=r"run\.best_metric is 'exact', which no evaluation measures; .* reward, em,"):
+        train(make_recipe(run={"best_metric": "exact"}), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Make) -> None:
     shuffled, plain = tmp_path / "shuffled", tmp_path / "plain"
     one_step = {"run": {"steps": 1}, "rollout": {"group_size": 8}}
