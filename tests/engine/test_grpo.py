@@ -3,10 +3,8 @@
 import importlib
 import inspect
 import json
-import os
 import runpy
 import signal
-import time
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ import torch
 from stored_cases import stored
 
 from thresher.cli.main import run
+from thresher.common import signals
 from thresher.common.errors import UserError
-from thresher.common.signals import Interrupted, defer_signals
 from thresher.engine import GRPO
 from thresher.engine import grpo as grpo_module
 from thresher.engine.config.recipe import Recipe
@@ -245,18 +243,14 @@ def test_a_function_that_is_defined_again_has_its_name_and_a_run_its_function(
     assert called == [1.0, 2.0, 1.0]
 
 
-def test_a_signal_ends_a_run_as_it_ends_the_command(
+def test_signals_end_a_run_as_they_end_the_command(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(*_: Any) -> None:
-        with defer_signals("", unless=lambda: True):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-
-    monkeypatch.setattr(grpo_module, "train", train)
-    trainer = GRPO(tiny_model_folder, letters, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
-    with pytest.raises(Interrupted):
-        trainer.train()
+    seen = []
+    monkeypatch.setattr(grpo_module, "train", lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
+    before = signal.getsignal(signal.SIGTERM)
+    GRPO(tiny_model_folder, letters, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL).train()
+    assert seen == [signals._on_signal] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def test_a_run_folder_with_old_keys_goes_on(tmp_path: Path) -> None:
         text = text.replace(f"\n{new.partition('.')[2]} =", f"\n{old.partition('.')[2]} =", 1)
     stored.write_text(text, "utf-8")
     assert "max_running = 5" in text and "max_num_seqs" not in text
-    RunFolder.resume(tmp_path / "run", recipe).close()
+    with RunFolder.resume(tmp_path / "run", recipe) as run:
+        run.truncate_after(-1)
     assert load_recipe(stored) == recipe and "max_num_seqs = 5" in stored.read_text("utf-8")
 
 
