@@ -50,13 +50,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if wrong is not None:
             print(f"thresher: {console.visible(wrong)}", file=sys.stderr)
             found |= {"error": wrong}
-        if as_json and (wrong is not None or os.environ.get("RANK", "0") == "0"):  # of several ranks, the first
+        if as_json and (wrong is not None or not _is_later_rank()):
             # A lone surrogate, as in a name that is not UTF-8, cannot be encoded; its backslash escape is valid JSON.
             line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
             print(line, flush=True)
     except BrokenPipeError:
         return _unread()
     return status
+
+
+def _is_later_rank() -> bool:
+    """Return whether torchrun has started this process beside another, whose object is printed."""
+    from thresher.common.signals import under_torchrun
+
+    return under_torchrun() and os.environ.get("RANK", "0") != "0"
 
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:

@@ -155,13 +155,17 @@ def test_of_several_ranks_the_first_prints_the_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = []
-    for rank in ("0", "1"):
+    for run_id, rank in (("run", "0"), ("run", "1"), (None, "1")):  # without torchrun, RANK is something else's
         monkeypatch.setenv("RANK", rank)
+        if run_id is None:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
         assert cli.run(["recipe", "--show", "smollm2/read.toml", "--json"]) == 0
         printed.append(capsys.readouterr().out)
         assert cli.run(["data", "check", "absent", "--json"]) == 2
         assert "absent: no such file" in json.loads(capsys.readouterr().out)["error"]
-    assert json.loads(printed[0]) and printed[1] == ""
+    assert json.loads(printed[0]) == json.loads(printed[2]) and printed[1] == ""
 
 
 def test_what_is_wrong_with_our_work_stands_beside_its_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
