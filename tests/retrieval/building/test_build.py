@@ -136,9 +136,7 @@ def test_killed_and_resumed_to_the_same_bytes(tmp_path, kind, keep, kills, first
 @pytest.mark.parametrize("when", ["write_index_hashes", "_publish"])
 def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch, when):
     run(tmp_path / "whole", "flat16")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build_module, when, interrupt)
-        run(tmp_path / "ix", "flat16")
+    build_killed(tmp_path / "ix", monkeypatch, when)
     # The float32 vectors are already deleted, so the resumed build must not read them.
     assert not (work_folder(tmp_path / "ix") / "vectors.npy").exists()
     with pytest.raises(UserError, match="unfinished index over another corpus"):
@@ -150,15 +148,20 @@ def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch,
 @pytest.mark.parametrize("when", ["write_index_hashes", "_publish"])
 def test_another_kind_after_such_a_kill(tmp_path, monkeypatch, when):
     run(tmp_path / "whole", "flat")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build_module, when, interrupt)
-        run(tmp_path / "ix", "flat16")
+    build_killed(tmp_path / "ix", monkeypatch, when)
     run(tmp_path / "ix", "flat")
     assert content(tmp_path / "ix") == content(tmp_path / "whole")
 
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def build_killed(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Interrupt a build of flat16 when it calls a function of the module."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module, when, interrupt)
+        run(folder, "flat16")
 
 
 @pytest.fixture
