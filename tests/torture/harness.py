@@ -274,6 +274,8 @@ def play_ranks(call: Callable[[], int]) -> int:
     """Run a command in RANKS forks, as torchrun does. Signals go to each of them; if one fails, those that do not end
     by themselves are killed. Return the status of the first that failed, or die of the signal that it died of."""
     (port,) = free_ports(1)
+    # A signal that arrives before the handlers are set would end this process and reach no rank.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     ranks = [Process(partial(play_rank, call, number, port), DEFAULT) for number in range(RANKS)]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -282,6 +284,7 @@ def play_ranks(call: Callable[[], int]) -> int:
 
     for number in STOPPING:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     until = math.inf
     while left := [one for one in ranks if one.running()]:
         if any(one.wait().status != 0 for one in ranks if one not in left):
