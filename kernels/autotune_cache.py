@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thresher.common.files import atomic_write_text, writing
+from thresher.common.locks import locked_in_turn
 from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, capability, choose_tiling
 
 AUTOTUNE, FOLDER = "THRESHER_AUTOTUNE", "THRESHER_TILINGS"
@@ -65,7 +67,8 @@ def tiling_for(lm_head_VH: Tensor) -> Tiling:
 def record(lm_head_VH: Tensor, rows: int, times: Mapping[Tiling, float]) -> Path:
     """Use the fastest of `times` (milliseconds, of chunks of `rows` rows) for this head from now on, and store it.
 
-    It replaces an earlier one for the same key. Returns the file's path; the file is replaced atomically."""
+    It replaces an earlier one for the same key. Returns the file's path. Processes that measure at the same time write
+    in turn. Unwritable for a folder that cannot be written, ValueError for a file of other content."""
     key = _key(lm_head_VH)
     best = min(times, key=times.__getitem__)
     _measured[key] = best
@@ -74,11 +77,11 @@ def record(lm_head_VH: Tensor, rows: int, times: Mapping[Tiling, float]) -> Path
     row = {"gpu": gpu, "dtype": dtype, "vocab": vocab, "hidden": hidden, "rows": rows, "triton": triton}
     row |= {"torch": torch.__version__, "milliseconds": times[best], "tiling": asdict(best)}
     path = winners_path(gpu)
-    stored = sorted([*(other for other in _rows(path) if _row_key(other) != key), row], key=_row_key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked_in_turn(path):
+        stored = sorted([*(other for other in _rows(path) if _row_key(other) != key), row], key=_row_key)
+        atomic_write_text(path, json.dumps(stored, indent=1) + "\n")
     read_winners.cache_clear()
     return path
 
@@ -97,9 +100,7 @@ def read_winners(path: Path) -> dict[tuple[str, ...], Tiling]:
         chosen = {_row_key(row): dict(row["tiling"]) for row in _rows(path)}
         return {key: Tiling(**tiling) for key, tiling in chosen.items() if not tiling.pop("persistent", False)}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a list of tilings as {AUTOTUNE}=1 stores it ({error}); delete it or measure again"
-        ) from None
+        raise ValueError(f"{path} is not a list of tilings as {AUTOTUNE}=1 stores it ({error}); delete it") from None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

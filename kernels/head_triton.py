@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thresher.common.files import Unwritable
 from thresher.kernels.autotune_cache import FOLDER, candidates, record, tiling_for
 from thresher.kernels.head_tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, again_tiling, processors
 from thresher.kernels.operands import COLUMN_MULTIPLE, stored_columns
@@ -486,7 +487,7 @@ def measure_tilings(lm_head_VH: Tensor, rows: int) -> None:
         print(f"head kernel, {rows} rows, head [{columns}, {width}]: {milliseconds:8.3f} ms  {tiling}", flush=True)
     try:
         print(f"stored the fastest in {record(lm_head_VH, rows, times)}", flush=True)
-    except OSError as error:  # a system folder, for example; the call itself can go on
+    except (Unwritable, ValueError) as error:  # a system folder, for example; the call itself can go on
         print(
             f"the fastest is kept for this process only ({error}); set {FOLDER} to a folder to store it in", flush=True
         )

@@ -84,10 +84,10 @@ def reference_token_logprobs(
 def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
     """Return the rows of the torch backend's chunk on a CPU, from 16 to MOST_ROWS.
 
-    As many as fit in PREFERRED_BYTES; if that is less than PREFERRED_ROWS, as many of those as fit in `budget` bytes.
+    At most as many as fit in `budget` bytes; of these as many as fit in PREFERRED_BYTES, or else PREFERRED_ROWS.
     """
     row_bytes = element_bytes * columns
-    rows = min(max(PREFERRED_BYTES // row_bytes, min(PREFERRED_ROWS, budget // row_bytes)), MOST_ROWS)
+    rows = min(max(PREFERRED_BYTES // row_bytes, PREFERRED_ROWS), budget // row_bytes, MOST_ROWS)
     return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
@@ -131,7 +131,9 @@ class TorchHead:
 def chunk_size(
     chunk_rows: int | None, workspace_bytes: int | None, backend: str, lm_head_VH: Tensor, count: int
 ) -> int:
-    """Return the rows of a chunk for `count` rows, at least 1: the caller's choice, else what fits in the workspace."""
+    """Return the rows of a chunk for `count` rows, at least 1: the caller's choice, else what fits in the workspace.
+
+    The least chunk is 16 rows on a CPU and a tile of 128 or 256 with Triton, even if the workspace is smaller."""
     if chunk_rows is not None and workspace_bytes is not None:
         raise ValueError(
             f"chunk_rows is {chunk_rows} and workspace_bytes is {workspace_bytes}; expected one of the two"

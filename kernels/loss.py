@@ -86,7 +86,7 @@ def reference_grpo_loss(
     logprobs_R, entropy_R = reference_token_logprobs(
         hidden_TH[index_R], lm_head_VH, rows.targets_R, temperature=chosen.temperature, vocab_size=vocab_size
     )
-    return assemble(logprobs_R, entropy_R, rows, chosen, len(targets_T))
+    return assemble(logprobs_R, entropy_R, rows, chosen)
 
 
 def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
@@ -100,8 +100,9 @@ def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, d
         None if values_T is None else gather(values_T.detach()).to(dtype) for values_T in floats
     )
     assert advantages_R is not None and weights_R is not None
-    numbers = (None if values_T is None else gather(values_T).long() for values_T in (sequence_T, turn_T))
-    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R, *numbers)
+    sequence_R, turn_R = (None if values_T is None else gather(values_T).long() for values_T in (sequence_T, turn_T))
+    targets_R, length = gather(targets_T).long(), len(targets_T)
+    return LossRows(index_R, targets_R, old_R, advantages_R, weights_R, ref_R, sequence_R, turn_R, length=length)
 
 
 def _choose_rows(
@@ -115,17 +116,21 @@ def _choose_rows(
 ) -> tuple[LossRows, int, bool]:
     """Return the unmasked rows (those with a gradient first), how many have one, and whether padding_UH is finite.
 
-    The errors of `deferred_checks` are raised first, then those of this call's data. The call's one host sync is here:
-    flags and counts are copied to the host together.
+    The errors of `deferred_checks` are raised first, then those of this call's data. The call's one host sync is here
+    (a user's objective is checked in another): flags and counts are copied to the host together.
     """
     dtype = compute_dtype(hidden_TH)
-    old_T, advantages_T, weights_T, ref_T, *_ = vectors
+    old_T, advantages_T, weights_T, ref_T, sequence_T, turn_T = vectors
     exact_weights_T = weights_T.to(dtype)
     unmasked_T = exact_weights_T != 0
     checks = head_checks(hidden_TH, targets_T, columns)
     for name, values_T in (("old_logprobs_T", old_T), ("advantages_T", advantages_T), ("ref_logprobs_T", ref_T)):
         if values_T is not None:
             checks.append(RowCheck(name, ~values_T.to(dtype).isfinite(), values_T, "a finite number"))
+    for name, numbers_T, least in (("sequence_T", sequence_T, 0), ("turn_T", turn_T, -1)):
+        if numbers_T is not None:
+            outside_T = (numbers_T < least) | (numbers_T >= len(targets_T))
+            checks.append(RowCheck(name, outside_T, numbers_T, f"a number from {least} to {len(targets_T) - 1}"))
     checks = [check._replace(bad_T=check.bad_T & unmasked_T) for check in checks]
     bad_T = ~((exact_weights_T >= 0) & exact_weights_T.isfinite())
     checks.append(RowCheck("weights_T", bad_T, weights_T, "a finite number of at least 0"))
@@ -250,7 +255,7 @@ class _WithGradients(torch.autograd.Function):
         head_grad_VH: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden_grad_TH, head_grad_VH)
-        ctx.head_dtype = lm_head_VH.dtype
+        ctx.hidden_dtype, ctx.head_dtype = hidden_TH.dtype, lm_head_VH.dtype
         return loss.clone()
 
     @staticmethod
@@ -259,7 +264,7 @@ class _WithGradients(torch.autograd.Function):
         hidden_grad_TH, head_grad_VH = ctx.saved_tensors
         return (
             # In float32: float16 cannot hold a loss scale of 65,536, and bfloat16 not 1/3.
-            None if hidden_grad_TH is None else (hidden_grad_TH.to(grad.dtype) * grad).to(hidden_grad_TH.dtype),
+            None if hidden_grad_TH is None else (hidden_grad_TH.to(grad.dtype) * grad).to(ctx.hidden_dtype),
             # Rounded while it is stored, so that no second float32 [V, H] is written and read.
             None
             if head_grad_VH is None
@@ -322,10 +327,10 @@ def grpo_loss(
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
     dual_clip: c > 1, or None.
     surrogate: one of objective.SURROGATES, or a function as that file describes it; those of whole sequences need
-    sequence_T, [T] integers, the number of each token's sequence. clip_low, clip_high and dual_clip apply to the
-    surrogates that clip. tau_positive, tau_negative: of sapo. divergence: delta of dppo. guard: lambda of LLDS, which
-    needs turn_T, [T], the number of each token's turn, or -1 for a token that is not guarded. guard_zero: tokens of
-    advantage 0 are guarded, too.
+    sequence_T, [T] int64 or int32, the number of each token's sequence, from 0 and below T. clip_low, clip_high: of
+    clip, cispo, gspo and gmpo. dual_clip: of clip and gspo. tau_positive, tau_negative: of sapo. divergence: delta of
+    dppo. guard: lambda of LLDS, which needs turn_T, [T] int64 or int32, the number of each token's turn, from 0 and
+    below T, or -1 for a token that is not guarded. guard_zero: tokens of advantage 0 are guarded, too.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
     vocab_size: token ids from there on do not exist. Their rows of the head change no result and get no gradient. The
@@ -375,9 +380,8 @@ def grpo_loss(
     for name, numbers_T in (("sequence_T", sequence_T), ("turn_T", turn_T)):
         if numbers_T is None and needed[name]:
             raise ValueError(f"{name} is None; expected numbers [T] with surrogate = {surrogate!r} and guard = {guard}")
-        if numbers_T is not None and (numbers_T.shape != targets_T.shape or numbers_T.is_floating_point()):
-            found = f"{numbers_T.dtype} {list(numbers_T.shape)}"
-            raise ValueError(f"{name} is {found}; expected whole numbers {list(targets_T.shape)}")
+        if numbers_T is not None:
+            check_rows(name, numbers_T, hidden_TH, (torch.int64, torch.int32))
     if beta and ref_logprobs_T is None:
         raise ValueError(f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0")
     if lm_head_grad_VH is not None:
@@ -389,7 +393,11 @@ def grpo_loss(
             hidden_TH, targets_T, vectors, columns, settings, lm_head_VH[columns:padded], deferred_checks
         )
         padded = padded if finite else columns
-        hidden_grad_TH = torch.zeros_like(hidden_TH) if grad_mode and hidden_TH.requires_grad else None
+        hidden_grad_TH = None
+        if grad_mode and hidden_TH.requires_grad:
+            # A gradient below float16's smallest number must survive until backward scales it.
+            scaled_later = hidden_TH.dtype == torch.float16 and lm_head_grad_VH is None
+            hidden_grad_TH = torch.zeros_like(hidden_TH, dtype=torch.float32 if scaled_later else None)
         head_grad_VH = lm_head_grad_VH if grad_mode else None
         if grad_mode and lm_head_VH.requires_grad and lm_head_grad_VH is None:
             head_grad_VH = torch.empty_like(lm_head_VH, dtype=compute_dtype(lm_head_VH))
@@ -418,7 +426,7 @@ def grpo_loss(
             add_to_head_grad=lm_head_grad_VH is not None,
         )
         of_logits_R = None if forward_only else logit_gradients_R
-        result = assemble(logprobs_R, entropy_R, rows, settings, len(targets_T), of_logits_R)
+        result = assemble(logprobs_R, entropy_R, rows, settings, of_logits_R)
     if lm_head_grad_VH is not None:
         return replace(result, hidden_grad_TH=hidden_grad_TH)
     if forward_only:

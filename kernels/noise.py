@@ -2,6 +2,9 @@
 
     g = -log(-log u),    u = (bits + 1/2) / 2^23 in (0, 1),    bits: 23 of a 32-bit hash of token and key
 
+With 23 bits g is at most 16.6. A token of probability p against one that has the rest is drawn with .999 p at p = 1e-6,
+.94 p at 1e-7 and .03 p at 1e-8, so tokens below 1e-8 are practically never drawn.
+
 Seed and position are folded into a key of 64 bits, and its two words into the hash of each token. torch's int32
 (`uniform_noise`, on any device) and NumPy's uint32 (`minus_noise`, on a CPU) give the same integers. uint32 shifts
 without keeping a sign, which needs fewer passes.

@@ -64,6 +64,7 @@ Objective = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Te
 PER_TOKEN = ("clip", "reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl")
 PER_SEQUENCE = ("gspo", "gmpo")
 SURROGATES = (*PER_TOKEN, *PER_SEQUENCE)
+DUAL_CLIPPED = ("clip", "gspo")
 # exp(80) is 5.5e34: within float32, with four decades left for the numbers that it is multiplied by.
 BOUND = math.exp(EXP_CAP)
 ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
@@ -97,6 +98,9 @@ class LossSettings:
         check_scalar("entropy_coef", self.entropy_coef)
         if self.dual_clip is not None:
             check_scalar("dual_clip", self.dual_clip, 1.0, strict=True)
+            if self.surrogate not in DUAL_CLIPPED:
+                with_it = f"dual_clip is {self.dual_clip} with surrogate = {self.surrogate!r}"
+                raise ValueError(f"{with_it}; only {' and '.join(DUAL_CLIPPED)} use it, expected None")
         if isinstance(self.surrogate, str) and self.surrogate not in SURROGATES:
             raise ValueError(f"surrogate is {self.surrogate!r}; expected one of {', '.join(SURROGATES)}, or a function")
         for name in ("tau_positive", "tau_negative"):
@@ -136,14 +140,19 @@ class LossRows:
     ref_R: Tensor | None
     sequence_R: Tensor | None = None  # int64, the number of each row's sequence, from 0
     turn_R: Tensor | None = None  # int64, the number of each row's turn, from 0, of all sequences; -1: not guarded
+    length: int | None = None  # T of the call, above every sequence and turn number; None: R
     slopes_R: Tensor | None = None  # dJ/dl of the surrogate, once computed for all rows
 
     def __len__(self) -> int:
         return len(self.targets_R)
 
+    @property
+    def total(self) -> int:
+        return len(self) if self.length is None else self.length
+
     def part(self, rows: slice) -> "LossRows":
         vectors = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut: dict[str, Any] = {name: None if x_R is None else x_R[rows] for name, x_R in vectors.items()}
+        cut: dict[str, Any] = {name: x_R[rows] if isinstance(x_R, Tensor) else x_R for name, x_R in vectors.items()}
         return LossRows(**cut)
 
 
@@ -201,9 +210,11 @@ class WrongObjective(ValueError):
     """A user's objective did not return a loss."""
 
 
-def group_means(values_R: Tensor, group_R: Tensor) -> Tensor:
-    """Return for each row the mean over the rows of its group, without a gradient. Sums are in float64."""
-    totals = values_R.new_zeros(int(group_R.max()) + 1 if len(group_R) else 0, dtype=torch.float64)
+def group_means(values_R: Tensor, group_R: Tensor, groups: int) -> Tensor:
+    """Return for each row the mean over the rows of its group, a number below `groups`, without a gradient.
+
+    Sums are in float64. On CUDA their order is not fixed, so that rounding of 1e-16 may differ between calls."""
+    totals = values_R.new_zeros(groups, dtype=torch.float64)
     rows = torch.zeros_like(totals).index_add_(0, group_R, torch.ones_like(values_R, dtype=torch.float64))
     totals.index_add_(0, group_R, values_R.detach().double())
     return (totals / rows)[group_R].to(values_R.dtype)
@@ -217,7 +228,7 @@ def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> 
         assert rows.turn_R is not None
         held_R = rows.advantages_R >= 0 if settings.guard_zero else rows.advantages_R > 0
         fallen_R = -log_ratios(logprobs_R, rows) * (held_R & (rows.turn_R >= 0))
-        fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R.clamp(min=0)) > 0)
+        fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R.clamp(min=0), rows.total) > 0)
         surrogate_R = surrogate_R - settings.guard * fallen_R.clamp(min=0.0)
     return ratio_R, surrogate_R, clipped_R
 
@@ -244,11 +255,12 @@ def _surrogate(logprobs_R: Tensor, ratio_R: Tensor, rows: LossRows, settings: Lo
     assert rows.sequence_R is not None
     log_R = log_ratios(logprobs_R, rows)
     if name == "gspo":
-        ratio_R = capped_exp(group_means(log_R, rows.sequence_R) + log_R - log_R.detach())
+        ratio_R = capped_exp(group_means(log_R, rows.sequence_R, rows.total) + log_R - log_R.detach())
         return _clipped(ratio_R, A_R, low, high, settings.dual_clip)
     binds_R = torch.where(A_R > 0, ratio_R > high, (ratio_R < low) & (A_R < 0))
     bound_R = torch.where(binds_R, log_R.detach().clamp(math.log(low) if low > 0 else -math.inf, math.log(high)), log_R)
-    return capped_exp(group_means(bound_R, rows.sequence_R) + bound_R - bound_R.detach()) * A_R, binds_R
+    means_R = group_means(bound_R, rows.sequence_R, rows.total)
+    return capped_exp(means_R + bound_R - bound_R.detach()) * A_R, binds_R
 
 
 def _clipped(ratio_R: Tensor, A_R: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
@@ -272,8 +284,12 @@ def _divergence(name: str, logprobs_R: Tensor, rows: LossRows) -> Tensor:
 
 
 def _own_loss(objective: Objective, logprobs_R: Tensor, rows: LossRows) -> Tensor:
-    """Return a user's loss of each row. WrongObjective if it has another shape or is not finite."""
+    """Return a user's loss of each row. WrongObjective if it has another shape or is not finite.
+
+    Without rows it is not called: ranks that have fewer micro-batches than others fill up with empty ones."""
     assert rows.sequence_R is not None
+    if not len(rows):
+        return logprobs_R
     old_R = logprobs_R.detach() if rows.old_R is None else rows.old_R
     loss_R = objective(logprobs_R, old_R, rows.ref_R, rows.advantages_R, rows.weights_R != 0, rows.sequence_R)
     name = getattr(objective, "__name__", "objective")
@@ -308,7 +324,8 @@ def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:
     """Compute every estimator for every row, by name.
 
     log_ref_ratio_R: d, [R] float32 or float64. ratio_R: r, [R], already capped. Returns ESTIMATORS -> [R], in
-    nats. Differentiable: the reference loss takes its gradient from here, which checks `kl_coefficient`.
+    nats. Differentiable: the reference loss takes its gradient from here, which checks `kl_coefficient` (but for
+    k3_ratio at its bound, where this gradient is 0).
     """
     d = log_ref_ratio_R
     # expm1 and not exp(-d) - 1: at |d| = 1e-3 the latter loses a tenth of k3 in float32.
@@ -368,7 +385,6 @@ def assemble(
     entropy_R: Tensor,
     rows: LossRows,
     settings: LossSettings,
-    length: int,
     logit_gradients_R: Tensor | None = None,
 ) -> LossResult:
     """Compute loss and metrics from log-probs and entropies of the unmasked rows; the loss is differentiable."""
@@ -394,7 +410,7 @@ def assemble(
     def spread(values_R: Tensor) -> Tensor:
         if rows.index_R is None:
             return values_R.detach()
-        return values_R.new_zeros(length).index_copy_(0, rows.index_R, values_R.detach())
+        return values_R.new_zeros(rows.total).index_copy_(0, rows.index_R, values_R.detach())
 
     return LossResult(
         loss=(rows.weights_R * loss_R).sum(),

@@ -77,7 +77,7 @@ def check_scalar(name: str, value: float, low: float = -math.inf, strict: bool =
 
 
 def check_temperature(value: float) -> None:
-    """Raise ValueError for a temperature by which float32 logits cannot be divided."""
+    """Raise ValueError for a temperature that is not `divides_in_float32`."""
     check_scalar("temperature", value, 0.0, strict=True)
     if not divides_in_float32(np.array([value])).all():
         raise ValueError(
@@ -86,9 +86,9 @@ def check_temperature(value: float) -> None:
 
 
 def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return whether logits can be divided by each temperature.
+    """Return whether each temperature's float32 value and its reciprocal are normal numbers above 0.
 
-    They can if its float32 value and its reciprocal are normal numbers above 0."""
+    Logits divided by one near the smallest normal number, 1.2e-38, may still be infinite."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         rounded = temperature.astype(np.float32)
         fits: npt.NDArray[np.bool_] = (rounded >= TINY) & (1 / rounded >= TINY)

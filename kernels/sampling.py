@@ -4,7 +4,9 @@
     g = -log(-log u),  u uniform in (0, 1)
 
 `u` is a hash of (seed, position, token) (noise.py), so a sample depends on nothing else: neither on its batch nor on
-earlier draws. A filter does not change the noise of the tokens that it keeps. Temperature 0 is greedy.
+earlier draws. It has 23 bits, so tokens of a probability below 1e-7 are drawn too rarely (noise.py), though their
+log-probability is that of the softmax. A filter does not change the noise of the tokens that it keeps. Temperature 0 is
+greedy.
 
     sample_from_head   hidden states -> tokens. On CUDA, rows without filters are drawn inside the head's matmul
                        (sampling_triton.py), and [B, V] is never stored

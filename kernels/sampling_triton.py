@@ -339,7 +339,7 @@ def draw_fused(
     """Draw ids [B] int64 with log-probs [B] float32, as `sample` of kernels/sampling.py does without filters.
 
     hidden_BH: bf16 or fp32 on CUDA (on a CPU in Triton's interpreter), H a multiple of 16. lm_head_VH: the same, a row
-    for each column that may be drawn, rows dense. seeds_B, positions_B: int64, dense. temperature_B: float32, any
+    for each column that may be drawn, rows dense. seeds_B, positions_B: int64. temperature_B: float32, any
     stride; 0 is greedy. Two launches, and a workspace of 5 numbers per row and tile. ValueError for anything else.
     """
     _check_operands(hidden_BH, lm_head_VH, seeds_B, positions_B, temperature_B)
@@ -355,8 +355,8 @@ def draw_fused(
     _draw_kernel[(row_tiles * column_tiles,)](
         hidden_BH.contiguous(),
         lm_head_VH,
-        seeds_B,
-        positions_B,
+        seeds_B.contiguous(),
+        positions_B.contiguous(),
         temperature_B,
         parts,
         part_columns,
@@ -408,8 +408,6 @@ def _check_operands(
         if vector.shape != (count,) or vector.dtype != dtype or vector.device != device:
             found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
             raise ValueError(f"{name} are ({count},) of {dtype} on {device}, as the hidden states, not {found}")
-        if dtype == torch.int64 and not vector.is_contiguous():
-            raise ValueError(f"{name} are dense, not of stride {vector.stride()}")
 
 
 def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, int]:

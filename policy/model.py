@@ -149,9 +149,11 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
 
 def attention_backend(policy: Policy, choice: str, purpose: Purpose, section: str = "") -> Backend:
     """Return the backend that computes a policy's attention. UserError, with `section` ("optim.") before its key, if
-    the choice cannot be used here. On CUDA the backend is tried out, which takes a moment."""
+    the choice cannot be used here. On CUDA a library is tried out, which takes a moment."""
+    config = policy.config
+    per_kv = config.num_attention_heads // config.num_key_value_heads
     try:
-        return resolve_attention(choice, policy.device, policy.dtype, policy.config.head_dim, purpose)
+        return resolve_attention(choice, policy.device, policy.dtype, config.head_dim, purpose, per_kv)
     except ValueError as error:
         raise UserError(f"{section}{error}") from None
 

@@ -38,6 +38,11 @@ class Judged:
         assert errors.sum() <= budget * self.squares.sum()
         assert (errors <= 4 * budget * self.squares).all()
 
+    def holds_in_bfloat16(self, found: Tensor) -> None:
+        """Check all rows together, from rounded inputs. A probability and a result are each rounded by at most 2^-9."""
+        assert found.dtype == torch.bfloat16
+        assert (found.double().cpu() - self.right).norm() <= 2**-8 * DEVIATIONS * self.right.norm()
+
 
 class CachedCase:
     """Sequences with known q, k and v in randomly assigned blocks; the last rows of each sequence are the new ones.
@@ -88,6 +93,13 @@ class CachedCase:
         block, slot = table[position // self.slots], position % self.slots
         _, k, v = self.qkv[number]
         self.k_PKSD[block, :, slot], self.v_PKSD[block, :, slot] = k[:length], v[:length]
+
+    def rounded(self, q_scale: float = 1.0) -> "CachedCase":
+        """Round q times q_scale, k and v to bfloat16, in place."""
+        self.qkv = [tuple(x.bfloat16().float() for x in (q_scale * q, k, v)) for q, k, v in self.qkv]  # type: ignore[misc]
+        for number in range(len(self.lengths)):
+            self._write(number)
+        return self
 
     def judge(self, number: int, rows: slice) -> Judged:
         """Return a sequence's expected rows."""

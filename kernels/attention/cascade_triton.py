@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
+    DEEP,
     FLOAT32,
     MODEL_SLOTS,
     MODELS,
@@ -244,8 +245,10 @@ def _new_parts(q_BQND: Tensor, *shape: int) -> PassParts:
     return PassParts(o, o.new_empty(shape))
 
 
-def prefix_tiling(exact: bool) -> KeyTiling:
-    return FLOAT32 if exact else PREFIX
+def prefix_tiling(exact: bool, dim: int) -> KeyTiling:
+    if exact:
+        return FLOAT32
+    return PREFIX if dim <= 128 else DEEP
 
 
 def _launch_prefix(
@@ -260,7 +263,7 @@ def _launch_prefix(
     """Launch `_prefix_kernel`, after `launch_decode`, which sets the place of every sequence to -1."""
     Q, K, (G, M) = q_BQND.shape[1], k_PKSD.shape[1], prefix.members_GM.shape
     splits, rows_of_group = parts.o.shape[0], parts.o.shape[3]
-    tiling = prefix_tiling(is_exact(q_BQND))
+    tiling = prefix_tiling(is_exact(q_BQND), q_BQND.shape[3])
     _prefix_kernel[(splits, K, G * triton.cdiv(rows_of_group, tiling.rows))](
         q_BQND,
         k_PKSD,
@@ -333,7 +336,7 @@ def _prefix_specialisation(dim: int, per_kv: int, kv_heads: int, dtype: str = "b
     return key_specialisation(
         f"prefix {dtype} D {dim} {per_kv} x {kv_heads}",
         _prefix_kernel,
-        prefix_tiling(dtype == "fp32"),
+        prefix_tiling(dtype == "fp32", dim),
         dtype,
         others=dict.fromkeys(("o_ptr", "lse_ptr"), "*fp32") | integers | dict.fromkeys(_PREFIX_SIZES, "i32"),
         constants=model_constants(per_kv * kv_heads, kv_heads, dim, MODEL_SLOTS),

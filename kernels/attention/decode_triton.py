@@ -31,8 +31,8 @@ from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = math.log2(math.e)
-# Qwen2.5-0.5B, 1.5B, 3B, 7B and Llama-3.1-8B: head dimension, query heads of a KV head, KV heads.
-MODELS = ((64, 7, 2), (128, 6, 2), (128, 8, 2), (128, 7, 4), (128, 4, 8))
+# Qwen2.5-0.5B, 1.5B, 3B, 7B, Llama-3.1-8B and Qwen3.5-0.8B: head dimension, query heads of a KV head, KV heads.
+MODELS = ((64, 7, 2), (128, 6, 2), (128, 8, 2), (128, 7, 4), (128, 4, 8), (256, 4, 2))
 MODEL_SLOTS = 64
 
 
@@ -52,6 +52,8 @@ class KeyTiling:
 
 # Exact products need registers and time; this is the largest that fits D 128 on both GPUs. Not for speed.
 FLOAT32 = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
+# Prefill and shared prefixes with heads of 256: with more keys or stages they do not fit on an A100 (by compilation).
+DEEP = KeyTiling(rows=64, keys=32, num_warps=8, num_stages=2)
 
 
 def decode_tiling(exact: bool, queries: int, dim: int) -> KeyTiling:
@@ -64,7 +66,9 @@ def decode_tiling(exact: bool, queries: int, dim: int) -> KeyTiling:
         return FLOAT32
     if queries <= 16:
         return KeyTiling(rows=16, keys=KEYS if dim <= 64 else KEYS // 2, num_warps=2, num_stages=3)
-    return KeyTiling(rows=32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=3)
+    return KeyTiling(
+        rows=32 if queries <= 32 else 64, keys=KEYS if dim <= 128 else KEYS // 2, num_warps=4, num_stages=3
+    )
 
 
 @triton.jit

@@ -93,7 +93,7 @@ class MatmulAttention:
             scores = self._scores(q, k, part, rows, keys)
             lse = scores.logsumexp(-1, keepdim=True)
             out_TND[rows] = _ungrouped((scores - lse).exp_() @ v, q_TND[rows])
-            lse_TN[rows] = _ungrouped(lse, q_TND[rows])[..., 0]
+            lse_TN[rows] = _ungrouped(lse, lse_TN[rows])[..., 0]
         return out_TND, lse_TN
 
     def backward(
@@ -115,7 +115,7 @@ class MatmulAttention:
             lse = _grouped(lse_TN[rows][..., None], heads, wide)
             probs = self._scores(q, k, part, rows, keys).sub_(lse).exp_()
             dscores = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(probs).mul_(q.shape[-1] ** -0.5)
-            dq_TND[rows] = _ungrouped(dscores @ k, q_TND[rows])
+            dq_TND[rows] = _ungrouped(dscores @ k, dq_TND[rows])
             dk_TKD[keys] += (dscores.mT @ q).transpose(0, 1)
             dv_TKD[keys] += (probs.mT @ grad).transpose(0, 1)
         return dq_TND, dk_TKD, dv_TKD
@@ -149,13 +149,11 @@ def _grouped(x_TND: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     return x.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
 
-def _ungrouped(x: Tensor, like_TND: Tensor) -> Tensor:
-    """Undo `_grouped`; the last dimension of x may have any size."""
-    count, heads = like_TND.shape[:2]
+def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+    """Undo `_grouped`, with rows, heads and dtype of `like`; the last dimension of x may have any size."""
+    count, heads = like.shape[:2]
     kv_heads = x.shape[0]
-    return (
-        x.view(kv_heads, heads // kv_heads, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1).to(like_TND.dtype)
-    )
+    return x.view(kv_heads, heads // kv_heads, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1).to(like.dtype)
 
 
 def _heads(x_TKD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
+    DEEP,
     FLOAT32,
     MODEL_SLOTS,
     MODELS,
@@ -129,6 +130,8 @@ def prefill_tiling(exact: bool, width: int, capability: int) -> KeyTiling:
     """Return the tiling by head dimension and GPU. exact: float32."""
     if exact:
         return FLOAT32
+    if width > 128:
+        return DEEP
     return NARROW if width > 64 and capability < 90 else WIDE
 
 

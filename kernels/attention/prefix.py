@@ -116,7 +116,7 @@ def prefix_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Prefix
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Attention in parts, which are summed in float32, or in a wider dtype of the queries, and rounded once."""
+    """Attention in parts. Each part's output has the queries' dtype; sums are in float32 or wider, then rounded."""
 
     @staticmethod
     def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Any) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 KEYS = 64  # keys that a program reads at a time
-BLOCKS_PER_SM = 3  # blocks of the decoding kernel that fit on a multiprocessor at D 128, by its shared memory
+BLOCKS_PER_SM = 3  # parts of sequences per multiprocessor; 4 (sm_80) to 6 (sm_90) would fit at D 128, not tried
 PREFIX_BLOCKS_PER_SM = 1  # each further part has to be merged for every member
 USUAL_MEMBERS = 8  # of a group
 # A prefix pass costs a launch, and a part to merge for every member. Cascades are reported to be slower at 128 tokens

@@ -253,7 +253,7 @@ class _ConvolvedHeads(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_weight_WC = torch.einsum("rc,rwc->wc", edge_RC, _rows(wide_TC, window_RW))
             for back in range(width):
-                d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[: len(wide_TC) - back]).sum(0)
+                d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[: max(len(wide_TC) - back, 0)]).sum(0)
             d_weight_CW = d_weight_WC.T.to(weight_CW.dtype)
         return dx_TC[:-1].to(x_TC.dtype), d_weight_CW, None, None
 

@@ -76,8 +76,9 @@ def gated_delta(
     q, k: already normalised, if the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
     B + 1 bounds of the sequences, from 0 to T. initial_state: before each sequence; None: zeros. chunk: tokens that are
     computed together, except by a GPU's kernels; it changes the result only by rounding. backend: "fla" for
-    flash-linear-attention's kernels, on a GPU. Computed in float32, or float64 if v is. Raises ValueError for shapes
-    that do not match, and for a backend that is not available.
+    flash-linear-attention's kernels, on a GPU. Computed in float32, or float64 if v is; a GPU's kernels multiply
+    bfloat16 operands in bfloat16 (rule_triton.py). Raises ValueError for shapes that do not match, and for a backend
+    that is not available.
     """
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
     if backend == "fla":

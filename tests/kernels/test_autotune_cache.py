@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,16 @@ def test_the_fastest_is_stored_and_found_by_another_process(monkeypatch: pytest.
     monkeypatch.setattr(winners, "_triton_version", lambda: "another")
     assert tiling_for(other) == HOPPER
     assert tiling_for(fake_head(151_665, 2048, torch.float32)).rows == 64
+
+
+def test_processes_that_measure_at_the_same_time_lose_nothing() -> None:
+    def measure(vocabulary: int) -> None:
+        record(fake_head(vocabulary, 64), 128, {BFLOAT16: 1.0})
+
+    with ThreadPoolExecutor(4) as pool:  # a lock of a file holds between threads, too
+        list(pool.map(measure, range(100, 140)))
+    stored = json.loads(winners_path(GPU).read_text())
+    assert sorted(row["vocab"] for row in stored) == list(range(100, 140))
 
 
 def test_a_file_that_is_something_else_is_named(tmp_path: Path) -> None:

@@ -145,8 +145,10 @@ def test_bad_input(change: dict[str, Any], words: str) -> None:
 # a small vocabulary gets the most rows, a larger one those of 64 MiB, Qwen's 208 in 256 MiB, a huge one the fewest
 def test_a_workspace_bounds_the_chunk() -> None:
     head = torch.empty(151_936, 8, device="meta")
-    sizes = [chunk_size(None, mebibytes and mebibytes * 2**20, "torch", head, 4096) for mebibytes in (64, None, 1024)]
-    assert sizes == [48, 208, 208]  # rows of 8 x 151,936 bytes; beyond the size of a cache a CPU gets no faster
+    budgets = (2**20, 2**24, 2**25, 2**26, None, 2**30)
+    sizes = [chunk_size(None, budget, "torch", head, 4096) for budget in budgets]
+    # rows of 8 x 151,936 bytes; 16 at least; beyond the size of a cache a CPU gets no faster
+    assert sizes == [16, 16, 16, 48, 208, 208]
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(600, 1024), (20000, 416), (32768, 256), (151936, 208), (5_000_000, 16)])

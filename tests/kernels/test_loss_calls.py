@@ -33,6 +33,14 @@ def test_the_upstream_scale_is_not_rounded_to_the_hidden_states_dtype() -> None:
             assert error <= torch.finfo(dtype).eps / 2 * truth[name].norm(), name  # bound: a value is rounded once
 
 
+def test_a_loss_scale_saves_small_gradients_of_float16() -> None:
+    case = make_case(30).to(torch.float32)
+    low = replace(case, hidden=case.hidden.half(), head=case.head.half(), weights=case.weights / 1e6)
+    truth, found = brute(low, upstream=65536.0), run(low, upstream=65536.0)
+    error = (found["hidden_grad"].double() - truth["hidden_grad"]).norm()
+    assert error <= torch.finfo(torch.float16).eps / 2 * truth["hidden_grad"].norm()
+
+
 def test_backward_twice_and_two_losses_in_one_graph() -> None:
     case = make_case(30)
     hidden, head = case.hidden.clone().requires_grad_(), case.head.clone().requires_grad_()
@@ -110,6 +118,12 @@ def test_memory_is_bounded_by_the_chunk_and_the_host_waits_once(monkeypatch: pyt
     syncing = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
     assert not [name for name in operations.counts if any(word in name for word in syncing)]
     assert len(waits) == 1
+    of_T = torch.arange(400) // 8
+    for options in ({"surrogate": "gspo"}, {"surrogate": "gmpo"}, {"guard": 0.2}):
+        with Operations() as operations:
+            grpo_loss(hidden, head, *case.arguments[2:], sequence_T=of_T, turn_T=of_T, **options)  # type: ignore[arg-type]
+        assert not [name for name in operations.counts if any(word in name for word in syncing)], options
+    assert len(waits) == 4
 
 
 def test_a_million_rows() -> None:

@@ -13,6 +13,7 @@ On a CPU both are torch: `varlen_attention` in training, paged_cpu.py in a rollo
 A dtype or head size that a library does not support by its documentation is refused with a message. Everything else is
 tried on two short sequences whose attention is known, with a backward if one will be needed. A library built for
 another GPU or another torch is therefore detected before anything is computed or written, and "auto" tries the next.
+Triton's rollout kernels are not tried: `thresher bench compile` shows that each fits on an A100 and an H100.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
@@ -36,6 +37,7 @@ from thresher.kernels.attention.backends.libraries import (
     load_torch_varlen,
     load_xformers,
 )
+from thresher.kernels.attention.paged_cuda import MOST_PER_KV
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
 
 Choice = Literal["auto", "torch", "triton", "flash", "xformers"]
@@ -87,8 +89,10 @@ def load_attention(backend: Backend) -> TrainingAttention:
     return LIBRARIES[backend].load()
 
 
-def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, purpose: Purpose) -> Backend:
-    """Return the backend for a choice. ValueError if it does not serve.
+def resolve_attention(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, purpose: Purpose, per_kv: int = 1
+) -> Backend:
+    """Return the backend for a choice. ValueError if it does not serve. per_kv: query heads of a key/value head.
 
     The message is one sentence that begins with "attention is"; the caller may prefix a key ("optim.")."""
     if name not in get_args(Choice):
@@ -96,7 +100,7 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
         raise ValueError(f"attention is {name!r}; expected {known}")
     if purpose == "training":
         return _for_training(name, device, dtype, head_dim)
-    return _for_rollout(name, device, dtype, head_dim)
+    return _for_rollout(name, device, dtype, head_dim, per_kv)
 
 
 def _for_training(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
@@ -117,10 +121,10 @@ def _for_training(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     )
 
 
-def _for_rollout(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def _for_rollout(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, per_kv: int) -> Backend:
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return "torch"
-    triton = _triton_reason(device, dtype, head_dim)
+    triton = _triton_reason(device, dtype, head_dim, per_kv)
     if name in ("auto", "triton"):
         if triton is None:
             return "triton"
@@ -210,7 +214,7 @@ def try_attention(
             raise Unserved(f"is off by {float(off_TND.max()):.3g} in a test with known attention")
 
 
-def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int, per_kv: int) -> str | None:
     """Return why Triton's rollout kernels do not serve, as text that follows the word "which"; None if they do."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs CUDA (the model is on {device.type})"
@@ -220,4 +224,6 @@ def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return f"serves {_named(*TRITON_DTYPES)}, not {_named(dtype)}"
     if head_dim not in TRITON_HEADS:
         return f"serves head sizes of {', '.join(map(str, TRITON_HEADS))}, not {head_dim}"
+    if per_kv > MOST_PER_KV:
+        return f"serves up to {MOST_PER_KV} query heads per key/value head, not {per_kv}"
     return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cached_cases import CachedCase
+from interpreter import bfloat16_to_nearest
 
 pytest.importorskip("triton")
 
@@ -109,10 +110,21 @@ def test_more_parts_than_are_merged_at_a_time() -> None:
 
 def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the tiling that a GPU uses for float32; the interpreter otherwise uses those of bfloat16."""
-    monkeypatch.setattr(cascade_triton, "prefix_tiling", lambda _: decode_triton.FLOAT32)
+    monkeypatch.setattr(cascade_triton, "prefix_tiling", lambda *_: decode_triton.FLOAT32)
     case = CachedCase((7, 1, 64), 64, LENGTHS[:2] + LENGTHS[3:], [(64, [0, 1, 2])])
     q_BQND, rows, judged = case.decode([1] * 4, 1, share=True)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 9])
+def test_heads_of_256(queries: int, dtype: torch.dtype) -> None:
+    """Qwen3.5's, whose tilings are others. On a GPU only bfloat16 has them."""
+    case = CachedCase((8, 2, 256), 64, [150, 140, 30], [(64, [0, 1])]).rounded()
+    q_BQND, rows, judged = case.decode([queries] * 3, queries, share=True)
+    with bfloat16_to_nearest():
+        found = decode_attention(q_BQND.to(dtype), *(x.to(dtype) for x in case.caches()), rows, splits=2)
+    judged.holds(found) if dtype == torch.float32 else judged.holds_in_bfloat16(found)
 
 
 def small_launches() -> dict[str, Callable[[], None]]:

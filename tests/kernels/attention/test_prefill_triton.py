@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cached_cases import DEVICE, CachedCase, ints
+from interpreter import bfloat16_to_nearest
 
 pytest.importorskip("triton")
 
@@ -57,7 +58,18 @@ def test_the_tilings_of_other_gpus_and_types_are_right(
     judged.holds(prefill_attention(q_TND, *case.caches(), rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_of_256(dtype: torch.dtype) -> None:
+    """Qwen3.5's, whose tiling is another one. On a GPU only bfloat16 has it."""
+    case = CachedCase((8, 2, 256), 64, [70, 130]).rounded()
+    q_TND, rows, judged = case.prefill([65, 20])
+    with bfloat16_to_nearest():
+        found = prefill_attention(q_TND.to(dtype), *(x.to(dtype) for x in case.caches()), rows)
+    judged.holds(found) if dtype == torch.float32 else judged.holds_in_bfloat16(found)
+
+
 def test_tilings_follow_the_gpu_and_the_type() -> None:
+    assert prefill_triton.prefill_tiling(False, 256, 90) == prefill_triton.prefill_tiling(False, 256, 80)
     assert prefill_triton.prefill_tiling(False, 128, 90) == prefill_triton.WIDE
     assert prefill_triton.prefill_tiling(False, 64, 80) == prefill_triton.WIDE
     assert prefill_triton.prefill_tiling(False, 128, 80) == prefill_triton.NARROW

@@ -155,10 +155,11 @@ def test_products_hold_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
-def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
+def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings(attention: AttentionWithLSE) -> None:
     """The error is at most five times that of rounding q, k and v. Scores are about 16, so that a log-sum-exp in
     bfloat16 would exceed seven times that."""
-    layout = PrefixForest([60, 30, 30, 20], [-1, 0, 0, 2])
+    layout = PrefixForest([60, 30, 30, 20], [-1, 0, 0, 2], attention=attention)
     *exact, grad = given_tensors(140, torch.float64, (4, 2, 16))
     for x in exact[:2]:
         x[..., 0] = 8.0

@@ -182,6 +182,10 @@ def test_rollouts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_attention("xformers", CUDA, FP32, 128, "rollout") == "xformers"
     assert resolve_attention("auto", CUDA, BF16, 24, "rollout") == "torch"
     assert "which serves head sizes of 16, 32, 64, 128, 256, not 24" in message("triton", CUDA, BF16, 24, "rollout")
+    assert resolve_attention("auto", CUDA, BF16, 128, "rollout", per_kv=8) == "triton"
+    assert resolve_attention("auto", CUDA, BF16, 128, "rollout", per_kv=16) == "torch"
+    with pytest.raises(ValueError, match="serves up to 8 query heads per key/value head, not 16; set it to"):
+        resolve_attention("triton", CUDA, BF16, 128, "rollout", per_kv=16)
     assert "which needs Triton to decode, and Triton serves head sizes of" in message(
         "flash", CUDA, BF16, 24, "rollout"
     )
