@@ -45,7 +45,6 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.config.recipe import load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.world import stages as demo
@@ -235,7 +234,6 @@ def run_study(
         world, score = Path(start or out / "start"), "em"
         cases, begin = make_cases(out, world, steps, seeds), str(world)
     for case in cases:  # refuse conflicting settings before computing anything
-        check_steps(case)
         check_folder(case)
     recipe, label = cases[0].recipe, score.upper()
     unfinished = sum(not (case.folder / "summary.json").exists() for case in cases)
@@ -331,13 +329,6 @@ def make_model_cases(out: Path, chosen: ModelRecipe, steps: int, seeds: Sequence
         folder = out / "runs" / name.replace(" seed ", "-seed").replace(" ", "-")
         cases.append(KlRun(name=name, rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
     return cases
-
-
-def check_steps(case: KlRun) -> None:
-    """Raise UserError if the run's folder has another number of steps."""
-    path = case.folder / "recipe.toml"
-    if path.exists() and (steps := load_recipe(path).run.steps) != case.recipe.run.steps:
-        raise UserError(f"{case.folder}: the run there has {steps} steps; give the same number, or another --out")
 
 
 def check_start(world: Path) -> None:

@@ -196,7 +196,7 @@ def run_comparison(
             if run.name in own and own[run.name].exists():
                 goes_on = (out / "runs" / run.name).is_dir()  # otherwise the whole run would be trained again
                 check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=not goes_on)
-            check_folder(case)
+            check_folder(case, longer=True)
         work_through(jobs)
     rows = []
     for run in runs:
@@ -266,17 +266,17 @@ def _absent(row: Mapping[str, Any], plan: Comparison) -> str | None:
 
 
 def _check_questions(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if runs of one condition and seed were evaluated on different questions. Rows of earlier versions
-    only have the number of questions."""
-    first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    """Raise UserError if runs of one condition were evaluated on different questions, whatever their seeds: the
+    interval draws questions for all seeds at once. Rows of earlier versions only have the number of questions."""
+    first: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         numbers = {len(unpacked(point["questions"])) for point in row["curve"]}
-        same = first.setdefault((row["condition"], row["seed"]), row)
+        same = first.setdefault(row["condition"], row)
         known = {one["asked"] for one in (row, same) if "asked" in one}
         if len(known) > 1 or numbers != {len(unpacked(same["curve"][0]["questions"]))}:
             raise UserError(
-                f"{row['name']}: was evaluated on other questions than {same['name']}; choose another --out for "
-                "another file of data.dev, or leave the row out"
+                f"{row['name']}: was evaluated on other questions than {same['name']}; give all seeds the same "
+                "data.dev, choose another --out for another file, or leave the row out"
             )
 
 
@@ -368,7 +368,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
 
     def train_it() -> None:
         case = study_run(plan, out, run)
-        check_folder(case)
+        check_folder(case, longer=True)
         with console.stage(run.name, case.recipe.run.steps) as line:
 
             def watch(progress: Progress) -> None:
@@ -454,7 +454,7 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
                 "tokens": tokens_spent(steps),
                 "seconds": round(sum(step.get(part) or 0.0 for step in steps for part in PARTS), 2),
                 **{name: measures.get(name, measures["parts"].get(name)) for name in (plan.measure, *plan.shown)},
-                "questions": packed([_measure(one, plan.measure) for one in answers]),
+                "questions": packed([measure_of(one, plan.measure) for one in answers]),
             }
         )
     return {
@@ -473,7 +473,11 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def _measure(record: Mapping[str, Any], name: str) -> float:
+def measure_of(record: Mapping[str, Any], name: str) -> float:
+    """Return a trajectory's reward, or a part of it. UserError if the reward has no such part."""
+    if name != "reward" and name not in record["parts"]:
+        parts = ", ".join(record["parts"])
+        raise UserError(f'measure: the reward measures no {name}, only {parts}; set measure = "reward" in the file')
     return float(record["reward"] if name == "reward" else record["parts"][name])
 
 

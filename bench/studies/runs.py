@@ -78,10 +78,18 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
 
 
-def check_folder(case: StudyRun) -> None:
-    """Raise UserError if the run's folder was made by a study with other settings."""
+def check_folder(case: StudyRun, longer: bool = False) -> None:
+    """Raise UserError if the run's folder was made by a study with other settings. longer: a run may be continued to
+    more steps or tokens, which otherwise would be compared with shorter ones."""
     path = case.folder / "recipe.toml"
-    if path.exists() and (differences := load_recipe(path).differences(case.recipe)):
+    if not path.exists():
+        return
+    found = load_recipe(path)
+    differences = found.differences(case.recipe)
+    for key in () if longer else ("steps", "token_budget"):
+        if (there := getattr(found.run, key)) != (here := getattr(case.recipe.run, key)):
+            differences.append(f"run.{key} is {there}, not {here}")
+    if differences:
         raise UserError(
             f"{case.folder}: the run there belongs to a study with other settings ({differences[0]}); give those, or "
             "another --out"

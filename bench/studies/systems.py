@@ -163,7 +163,7 @@ def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[st
     run = RunFolder(case.folder)
     row = head_of(run)
     row |= {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
-    row["steps"] = case.recipe.run.steps
+    row["steps"] = sum("eval" not in record for record in records)
     row["sampled_tokens"] = sum(record.get("sampled_tokens", 0) for record in records)
     for name in ("reward", "em", "f1", key):
         row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
@@ -195,11 +195,12 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
                 key, claim = CLAIMS[system]
                 each = ", ".join(f"{row['em_after']:.3f}" for row in group)
                 name = f"{system}, shuffled rewards" if control else system
+                steps = ", ".join(map(str, dict.fromkeys(row["steps"] for row in group)))
                 tokens, seconds = (mean(row[what] for row in group) for what in ("sampled_tokens", "seconds"))
                 lines.append(
                     f"| {name} | {len(group)} | {_change(group, 'reward')} | "
                     f"{_change(group, 'em')} | {each} | {_in_words(less)} | {claim} {_change(group, key)} | "
-                    f"{group[0]['steps']} | {tokens:,.0f} | {seconds:.0f} |"
+                    f"{steps} | {tokens:,.0f} | {seconds:.0f} |"
                 )
     if most > 1:
         lines += [

@@ -23,6 +23,7 @@ from thresher.bench.studies.methods import (
     filled,
     jobs_of,
     markdown,
+    measure_of,
     packed,
     read_comparison,
     recipe_of,
@@ -292,6 +293,8 @@ def test_rows_that_are_none_or_there_twice_are_named(file: Path, compared: Path,
     assert "plain-control-seed0: was evaluated on other questions than plain-seed0" in told(
         [first, rows[1] | {"asked": "another"}], plan, tmp_path
     )
+    other_seed = next(row for row in rows if row["seed"] == 1)  # the interval draws questions for all seeds at once
+    assert "plain-seed1: was evaluated on other questions" in told([first, other_seed | {"asked": "b"}], plan, tmp_path)
     shorter = [{**point, "questions": "11"} for point in rows[1]["curve"]]
     assert "was evaluated on other questions" in told([first, rows[1] | {"curve": shorter}], plan, tmp_path)
     shown = replace(plan, shown=("f1",))
@@ -322,6 +325,11 @@ def test_another_measure_to_show_is_read_from_the_finished_runs(file: Path, comp
     rows = stored(out / "rows.jsonl")
     assert all(isinstance(point["f1"], float) for row in rows for point in row["curve"])
     assert [row["steps"] for row in rows] == [row["steps"] for row in stored(compared / "rows.jsonl")]
+
+
+def test_a_measure_that_the_reward_lacks_is_named() -> None:
+    with pytest.raises(UserError, match='the reward measures no em, only answer, format; set measure = "reward"'):
+        measure_of({"reward": 1.0, "parts": {"answer": 1.0, "format": 0.5}}, "em")
 
 
 def test_a_row_whose_run_is_gone_is_not_trained_again_for_a_measure(file: Path, compared: Path, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_study_that_is_interrupted_goes_on(
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        (["--steps", "5"], "has 1 steps"),
+        (["--steps", "5"], "other settings (run.steps is 1, not 5)"),
         (["--start", "elsewhere"], "other settings (model.path is"),
         (["--out", "world/prompt.txt"], "in the way"),
         (["--out", "new", "--start", "elsewhere"], "elsewhere/data/train.jsonl: no such file"),

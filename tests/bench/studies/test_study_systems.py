@@ -2,6 +2,7 @@
 elsewhere."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> Non
     case.folder.mkdir(parents=True)
     case.recipe.write(case.folder / "recipe.toml")
     check_folder(case)
+    # otherwise short and long runs would be compared
+    longer = replace(case, recipe=replace(case.recipe, run=replace(case.recipe.run, steps=4800)))
+    with pytest.raises(UserError, match=r"other settings \(run\.steps is \d+, not 4800\)"):
+        check_folder(longer)
+    check_folder(longer, longer=True)
     other.recipe.write(case.folder / "recipe.toml")
     with pytest.raises(UserError, match=r"a study with other settings \(grpo.shuffle_rewards is true, not false\)"):
         check_folder(case)
@@ -215,7 +221,7 @@ def test_rows_table_and_picture(cases: list[SystemRun], tmp_path: Path) -> None:
     text = markdown(rows)
     assert len(text.splitlines()) == 2 + 2 * len(SYSTEMS)
     changed = "0.100 → 0.500"
-    arena_row = f"| arena | 2 | {changed} | {changed} | 0.500, 0.500 | +0.400 | relevance {changed} | 3 | 1,200 | 10 |"
+    arena_row = f"| arena | 2 | {changed} | {changed} | 0.500, 0.500 | +0.400 | relevance {changed} | 2 | 1,200 | 10 |"
     assert arena_row in text
     assert "| arena, shuffled rewards | 1 | 0.100 → 0.100 |" in text
     draw_systems(rows, records, CLAIMS, tmp_path / "curves.png")
