@@ -1,7 +1,7 @@
 """Text measures of open-domain question answering: normalisation, exact match, token F1, containment.
 
 - A text that is empty after normalisation ("", "The", "...") matches nothing, in every measure.
-- `contains_answer` never finds the golds yes and no, because they occur in almost any text.
+- `contains_answer` never finds the golds yes and no, because they occur in almost any text, unless `substring` is set.
 - Punctuation is deleted, not replaced by a space, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token.
   Only ASCII punctuation counts; curly quotes and dashes stay, as in the published scores.
 - ARENA's code uses TriviaQA's normalisation: punctuation, underscores and the quotes ‘ ’ ´ become a space ("New_York"
@@ -70,8 +70,8 @@ def overlap_f1(
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:
     """Return whether any gold occurs in `text`, both normalised, as a run of whole tokens ("art" is not in "party").
 
-    The golds yes, no and noanswer are never found. substring: the released code's plain test for a substring, including
-    yes and no (so "no" is found in "I do not know").
+    The golds yes, no and noanswer are never found. substring: a plain test for a substring, as in Eval-RAR's Eq. 4,
+    including yes and no (so "no" is found in "I do not know").
     """
     normal = normalize_answer(text, variant)
     wanted = [gold for gold in (normalize_answer(gold, variant) for gold in as_golds(golds)) if gold]

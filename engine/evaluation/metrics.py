@@ -79,7 +79,7 @@ NAMES = {  # in the order of tables; the second word is the format of a value
 }
 LENGTHS = ("compression", "evidence_tokens", "rationale_tokens", "response_tokens", "branch_tokens", "tokens")
 COUNTS = ("evaluations", "refinements", "named")  # measures that only the rewards of systems with such tags compute
-# Parts of rewards that are already measures above: evaluate_contains is recall_evaluation.
+# Parts of rewards that are already measures above: evaluate_contains is recall_evaluation with the reward's switches.
 NOT_PARTS = frozenset(
     {"em", "f1", "answered", "searches", "evaluate_contains", "refine_contains", "entailment", *COUNTS}
 )

@@ -8,7 +8,7 @@ turn that neither searches nor answers gets a line of feedback. There are N turn
 then one that evaluates and answers].
 
     reward = 1    if EM(answer, golds)
-             .1   else if a gold occurs in an <evaluate> span
+             .1   else if a gold is a substring of the <evaluate> spans, concatenated (Eqs. 3 and 4)
              0    else
 
 Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions per step, 3 passages,
@@ -28,14 +28,14 @@ from thresher.rewards.reward import RewardInput, RewardResult
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Switches of the reward and the loop. `evaluation_reward` off is the paper's ablation; the next three are the
-    points where released code and equation differ (see rewards/papers/search.py). separate_evaluation: passages are
-    evaluated in a separate turn, which ends at </evaluate> (or answers) and does not count among the N."""
+    """Switches of the reward and the loop. `evaluation_reward` off is the paper's ablation; with the defaults of
+    the next three the equations hold (see rewards/papers/search.py). separate_evaluation: passages are evaluated in a
+    separate turn, which ends at </evaluate> (or answers) and does not count among the N."""
 
     evaluation_reward: bool = True
     count_before_search: bool = True
     require_answer: bool = False
-    substring: bool = False
+    substring: bool = True
     separate_evaluation: bool = False
 
 

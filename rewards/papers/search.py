@@ -56,17 +56,19 @@ def eval_rar_reward(
     evaluation_reward: bool = True,
     count_before_search: bool = True,
     require_answer: bool = False,
-    substring: bool = False,
+    substring: bool = True,
 ) -> RewardResult:
-    """Return Eval-RAR's reward: 1 if the final answer equals a gold; else .1 if an `<evaluate>` span has one; else 0.
+    """Return Eval-RAR's reward (Eq. 5): 1 if the final answer equals a gold; else .1 if evaluations have one; else 0.
 
-    The paper searches the concatenation of the spans; here each is searched separately, so no match crosses two spans.
+    As in Eqs. 3 and 4, the `<evaluate>` spans are concatenated, and a gold counts if it is a substring of that text:
+    "art" is in "party", "no" in "know", "New York" in "New" and "York". Both are normalised, as for exact match, and a
+    space is put between spans [assumed]. `substring=False`: each span is searched separately, for whole tokens and
+    never for yes and no (see `contains_answer`).
     `evaluation_reward=False` is the paper's ablation (exact match only); `count_before_search=False` leaves out spans
-    before the first valid search; `require_answer` gives 0 without a closed `<answer>`, as the released code does;
-    `substring` as in `contains_answer`.
+    before the first valid search; `require_answer` gives 0 without a closed `<answer>`, as the released code does.
 
     Parts: answer (1 or 0) and evaluation (.1 or 0, for any answer), the larger of which is the reward. Measures: those
-    of `search_r1_reward`, evaluations (closed spans that count), evaluate_contains (one of them contains a gold).
+    of `search_r1_reward`, evaluations (closed spans that count), evaluate_contains (they contain a gold).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
@@ -74,7 +76,9 @@ def eval_rar_reward(
     if not count_before_search:
         searches = valid_searches(pieces)
         spans = [span for span in spans if searches and span.start >= searches[0].end]
-    contains = any(contains_answer(span.text, golds, substring=substring) for span in spans)
+    texts = [span.text for span in spans]
+    texts = [" ".join(texts)] if substring else texts
+    contains = any(contains_answer(text, golds, substring=substring) for text in texts)
     earns = evaluation_reward and contains and (answer is not None or not require_answer)
     parts |= {"evaluation": EVALUATION_REWARD if earns else 0.0}
     parts |= {"evaluations": len(spans), "evaluate_contains": contains}
@@ -92,8 +96,8 @@ def autorefine_reward(
 ) -> RewardResult:
     """Return AutoRefine's reward: the answer's F1 (or EM) if above 0; else .1 if a `<refine>` span has a gold; else 0.
 
-    The search in spans, `require_answer` and `substring` are as in `eval_rar_reward`. `refinement_reward=False` is the
-    ablation without retrieval rewards.
+    Each span is searched separately, for whole tokens and never for yes and no; `substring` as in `contains_answer`.
+    `require_answer` is as in `eval_rar_reward`. `refinement_reward=False` is the ablation without retrieval rewards.
 
     Parts: answer (F1 or EM) and refinement (.1 or 0, for any answer). Measures: those of `search_r1_reward`,
     refinements (closed spans), refine_contains (one of them contains a gold).

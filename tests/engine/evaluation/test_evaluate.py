@@ -331,7 +331,7 @@ def test_the_reward_is_named_by_function_and_switches() -> None:
     assert named("eviomni").startswith("thresher.rewards.eviomni.eviomni_reward, {")  # as older evaluations store it
     assert named("arena") != named("arena", accuracy="f1") and named("evinote") != named("evinote_code")
     assert named("evinote", marks="code") == named("evinote_code") and named("r1") != named("naive_grpo")
-    assert named("eval_rar") != named("eval_rar", substring=True)
+    assert named("eval_rar") != named("eval_rar", substring=False)
     assert named("cot", baseline=True) == named("search_loop", baseline=True) != named("search_r1")
 
 

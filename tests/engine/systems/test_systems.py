@@ -202,9 +202,9 @@ def test_rewards_are_the_papers() -> None:
     assert rewards("eval_rar", evaluation_reward=False) == [1, 0, 0, 0, 0]
     assert rewards("eval_rar", count_before_search=False) == [1, 0.1, 0, 0.1, 0]
     assert rewards("eval_rar", require_answer=True) == [1, 0.1, 0.1, 0, 0]
-    substring = load_system("eval_rar", {"substring": True}).reward
+    whole = load_system("eval_rar", {"substring": False}).reward
     anna = RewardInput(pieces=part, golds=("Anna",))
-    assert substring(anna).reward == 0.1 and load_system("eval_rar", {}).reward(anna).reward == 0
+    assert whole(anna).reward == 0 and load_system("eval_rar", {}).reward(anna).reward == 0.1
 
 
 @pytest.mark.parametrize(

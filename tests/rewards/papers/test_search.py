@@ -24,9 +24,13 @@ CASES = [
     ("right, then wrong", ["p:<answer>Paris</answer><answer>Rome</answer>"], "Paris", 1, 1),
     ("evaluate after the end", ["p:<answer>Rome</answer><evaluate>Paris</evaluate>"], "Paris", 0, 0),
     ("gold outside the inner one", ["p:<evaluate>Paris<evaluate>Rome</evaluate></evaluate>"], "Paris", 0, 0),
-    ("gold over two blocks", ["p:<evaluate>New</evaluate><evaluate>York</evaluate>"], "New York", 0, 0),
-    ("gold no in not know", ["p:<evaluate>I do not know</evaluate><answer>?</answer>"], "no", 0, 0),
-    ("gold no, said", ["p:<evaluate>The answer is no</evaluate><answer>yes</answer>"], "no", 0, 0),
+    ("gold over two blocks", ["p:<evaluate>New</evaluate>, <evaluate>York</evaluate>"], "New York", 0, 0.1),
+    ("gold no in not know", ["p:<evaluate>I do not know</evaluate><answer>?</answer>"], "no", 0, 0.1),
+    ("gold no, said", ["p:<evaluate>The answer is no</evaluate><answer>yes</answer>"], "no", 0, 0.1),
+    ("gold inside a word", ["p:<evaluate>the PARTY began</evaluate>"], "art", 0, 0.1),
+    ("gold glued from two blocks", ["p:<evaluate>New</evaluate><evaluate>York</evaluate>"], "newyork", 0, 0),
+    ("gold without a token", ["p:<evaluate>the end</evaluate>"], ["The", ""], 0, 0),
+    ("gold over a passage", ["p:<evaluate>a</evaluate>", PASSAGE, "p:<evaluate>b</evaluate>"], "Paris", 0, 0),
 ]
 
 
@@ -82,11 +86,10 @@ def test_the_switches_of_eval_rar() -> None:
     answered = transcript("p:<evaluate>Lyon</evaluate><answer></answer>")
     assert eval_rar_reward(answered, "Lyon", require_answer=True).reward == 0.1
 
-    unsure = transcript("p:<evaluate>I do not know</evaluate><answer>?</answer>")
-    assert [eval_rar_reward(unsure, "no", substring=on).reward for on in (False, True)] == [0.0, 0.1]
-    apart = transcript("p:<evaluate>New</evaluate><evaluate>York</evaluate>")
-    for gold in ("New York", "newyork", "New\nYork"):
-        assert eval_rar_reward(apart, gold, substring=True).reward == 0.0
+    told = transcript("p:<evaluate>a New party, yes or no</evaluate><evaluate>York</evaluate>")
+    for gold in ("art", "yes", "no", "New York", "arty yes"):
+        assert eval_rar_reward(told, gold, substring=False).reward == 0.0
+    assert eval_rar_reward(told, ["Rome", "york"], substring=False).reward == 0.1
 
 
 @pytest.mark.parametrize(
