@@ -3,9 +3,10 @@
     <think>..</think> <search>query</search>  ->  <information>passages</information>
         ->  <evaluate>what settles the question, or what is still missing</evaluate>  ->  ..  ->  <answer>..</answer>
 
-A turn ends at </search> or </answer> (the paper's Algorithm 1 prints the opening tags; the closing ones are meant). A
-turn that neither searches nor answers gets a line of feedback. There are N turns of any kind [assumed 5: four searches,
-then one that evaluates and answers].
+A turn ends at </search> or </answer> (the paper's Algorithm 1 prints the opening tags; the closing ones are meant). In
+lines 17 and 18 of Algorithm 1 the evaluation is sampled separately and is not one of the N steps; here the next turn
+begins with it, unless `separate_evaluation` is set. A turn that neither searches nor answers gets a line of feedback.
+There are N turns of any kind [assumed 5: four searches, then one that evaluates and answers].
 
     reward = 1    if EM(answer, golds)
              .1   else if a gold is a substring of the <evaluate> spans, concatenated (Eqs. 3 and 4)
