@@ -9,9 +9,10 @@ searches nor answers counts as a turn and gets a line of feedback, as in Search-
     reward = 1  + EQR    if format and answer hold
              .1 + EQR    else if format and note-taking hold
              0           else
-    format   (search information summary)+ answer, each closed, thoughts and text between them; `strict_format`: no
-             text, and thoughts only before a search or the answer, which the prompt then demands. Only white space
-             after the answer [assumed]
+    format   (search information summary?)+ answer with at least one summary (Eq. 5), each closed, thoughts and text
+             between them; `note_every_search`: a summary after each search; `strict_format`: so too, no text, and
+             thoughts only before a search or the answer, which the prompt then demands. Only white space after the
+             answer [assumed]
     answer   EM          note-taking   the notes carry both marks, * and - (`marks` = "either": one of them)
     EQR      P(entailment) by an NLI judge, the largest over the golds; premise the last note, hypothesis "<gold> is the
              answer to '<question>'"
@@ -37,10 +38,12 @@ from thresher.rewards.papers.evinote import NOTE_TAGS, Marks, Variant, evinote_c
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """variant: of the ablation. marks: the notes must carry both marks, as in the paper, or either, or, as in the
-    released code, pairs of * and #. strict_format: no text is allowed between the tags."""
+    released code, pairs of * and #. note_every_search: a search without a note breaks the format. strict_format:
+    so does text between the tags."""
 
     variant: Variant = "SEN+EQR"
     marks: Marks = "both"
+    note_every_search: bool = False
     strict_format: bool = False
 
 

@@ -1,18 +1,21 @@
 """EviNote-RAG: search, then note the evidence for an answer; notes that entail the answer are rewarded.
 
-    (<search> <information> <summary>)+ <answer>     information is RETRIEVED, all else the policy's
+    (<search> <information> <summary>)+ <answer>     in the prompt; information is RETRIEVED, all else the policy's
 
-    R = 1 + EQR    if format and answer hold
+    R = 1 + EQR    if format and answer hold                                   (Eq. 5)
         .1 + EQR   if format and note-taking hold, the answer does not
         0          else
-    EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds
+    EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds     (Eq. 4)
 
-    format       these tags in this order, each closed (the equation requires no more): thoughts and other text may
-                 stand between them; a note or an answer without text does not count [assumed]. `strict_format`: a
-                 think only before a search or the answer, and only white space between sections
+    format       an answer, at least one note, and these tags in this order, each closed: Eq. 5 requires no note for
+                 each search. Thoughts and other text may stand between them; a note follows the passages of a search,
+                 and a note or an answer without text does not count [assumed]. `note_every_search`: as in the first
+                 line above. `strict_format`: so too, a think only before a search or the answer, and only white space
+                 between sections
     answer       EM
-    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (with a switch either one; or,
-                 as in its released code, every `*` and `#` in them belongs to a pair, and there is at least one)
+    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones, also printed as an en dash
+                 (with a switch either one; or, as in its released code, every `*` and `#` in them belongs to a pair,
+                 and there is at least one)
 
 A mark is a pair around text (`*x*`, `-x-`) or a list marker that begins a line (`* x`, `- x`), in a note that the
 policy wrote. A hyphen inside a word is not a mark; the prompt's text about marks is not a note.
@@ -51,9 +54,14 @@ CHANCE_OF_CONSOLATION = 1 / 3
 
 
 def evinote_reward(
-    attempt: RewardInput, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
+    attempt: RewardInput,
+    *,
+    variant: Variant = "SEN+EQR",
+    marks: Marks = "both",
+    note_every_search: bool = False,
+    strict_format: bool = False,
 ) -> RewardResult:
-    """Compute the reward of one of the eight variants; `marks` and `strict_format` as described above.
+    """Compute the reward of one of the eight variants; the other switches as described above.
 
     Parts, in every variant: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability;
     0 without a note; None if the variant does not reward it and there was no judge). Measures em, f1, answered,
@@ -68,7 +76,7 @@ def evinote_reward(
     measures = answer_measures(answer, attempt.golds)
     noted = notes(attempt.pieces, tag) if tag else []
     parts = {
-        "format": float(_formatted(attempt.pieces, tag, strict_format)),
+        "format": float(_formatted(attempt.pieces, tag, note_every_search, strict_format)),
         "answer": float(measures["em"]),
         "notes": float(_marked(noted, marks)),
     }
@@ -105,16 +113,20 @@ def notes(pieces: Sequence[TextSegment], tag: str = "summary") -> list[str]:
 
 
 def has_mark(note: str, mark: str) -> bool:
-    """Return whether a note has `mark`, "*" or "-", as a list marker or as a pair around text in one line."""
-    return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
+    """Return whether a note has `mark`, "*" or "-", as a list marker or as a pair around text in one line.
+
+    An en dash is a "-": the paper prints both.
+    """
+    lines = note.replace("\u2013", "-").splitlines()
+    return any(_is_item(line, mark) or _holds_pair(line, mark) for line in lines)
 
 
-def _formatted(pieces: Sequence[TextSegment], tag: str | None, strict: bool) -> bool:
+def _formatted(pieces: Sequence[TextSegment], tag: str | None, every: bool, strict: bool) -> bool:
     tags = ("think", "search", "answer", *([tag] if tag else []))
     names = outline(pieces, tags, retrieved="information", prose=not strict)
-    if names is None:
+    if names is None or (tag and tag not in names):
         return False
-    note, think = f"{tag} " if tag else "", "(?:think )?" if strict else ""
+    note, think = f"(?:{tag} ){'' if every or strict else '?'}" if tag else "", "(?:think )?" if strict else ""
     turns = re.compile(rf"(?:{think}search information {note})+{think}answer ")
     if not turns.fullmatch("".join(f"{name} " for name in names if strict or name != "think")):
         return False

@@ -15,8 +15,10 @@ MARKS: list[tuple[str, tuple[str, ...]]] = [
     ("*-", ("  - indented\n\t* too", "(*in brackets*) and '-in quotes-'", "- *both*, one an item, one a pair")),
     ("*", ("*a well-known fact*", "* - both, but only one begins the line")),
     ("-", ("-\twith a tab", "text, then\n- an item", "-a well-known doubt-")),
+    ("-", ("– b", "text, then\n  – an item", "since 1939, –perhaps–", "so –perhaps-")),
     ("", ("Paris is the capital", "", "*", "- - -\n* * *", "---\n***", "• a bullet, – a dash", "text * no item")),
     ("", ("a well-known, so-called city", "pre-war and post-war, 1939-1945", "Paris - the capital - is large")),
+    ("", ("1939–1945 and 2001–2003", "Paris – the capital – is large", "— b, —perhaps—", "–", "– –")),
     ("", ("2 * 3 * 4", "see f(*args, **more)", "it was -5 to -3 degrees", "*key fact without an end")),
     ("", ("a pair *over\nlines* is none", "a -x b-c d, *x b*c d", "so -x y - z, *x y * z", "so x- -\ty-, x* *\ty*")),
 ]
@@ -50,7 +52,11 @@ SEN = [
     ("wrong, one mark", episode("<summary>* Paris</summary>", ROME), 1, 0, 0, 0),
     ("two searches", [f"p:{SEARCH}", INFORMATION, f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{NOTE}{PARIS}"], 1, 1, 1, 1.5),
     ("one mark a note", [*BARE, *ONE_MARK], 1, 0, 1, 0.6),
-    ("no note after the second", [*BARE, f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 1, 0),
+    ("no note after the second", [*BARE, f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{PARIS}"], 1, 1, 1, 1.5),
+    ("no note after the first", [*BARE, f"p:{SEARCH}", INFORMATION, f"p:{NOTE}{PARIS}"], 1, 1, 1, 1.5),
+    ("no note after the second, wrong", [*BARE, f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{ROME}"], 1, 0, 1, 0.6),
+    ("no note after either", [*BARE, f"p:{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 0, 0),
+    ("two notes after the second", [*BARE, f"p:{SEARCH}", INFORMATION, f"p:{NOTE}{NOTE}{PARIS}"], 0, 1, 1, 0),
     ("no search", [f"p:{NOTE}{PARIS}"], 0, 1, 1, 0),
     ("no note", [f"p:{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 0, 0),
     ("an empty note", episode("<summary> </summary>"), 0, 1, 0, 0),
@@ -101,8 +107,10 @@ def test_the_equation(name: str, parts: list[str], form: float, right: float, ma
     without = evinote_reward(attempt(*parts, entailment=0.5), variant="SEN")
     assert without.reward == pytest.approx(reward - 0.5 if reward else 0)
     loose = ("two thoughts", "text between", "feedback on the way", "marks in a thought")
+    every = evinote_reward(attempt(*parts, entailment=0.5), note_every_search=True)
+    assert every.parts["format"] == (0 if name.startswith("no note after") else form)
     strict = evinote_reward(attempt(*parts, entailment=0.5), strict_format=True)
-    assert strict.parts["format"] == (0 if name in loose else form)
+    assert strict.parts["format"] == (0 if name in loose else every.parts["format"])
 
 
 def test_parts() -> None:
