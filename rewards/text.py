@@ -4,8 +4,10 @@
 - `contains_answer` never finds the golds yes and no, because they occur in almost any text, unless `substring` is set.
 - Punctuation is deleted, not replaced by a space, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token.
   Only ASCII punctuation counts; curly quotes and dashes stay, as in the published scores.
-- ARENA's code uses TriviaQA's normalisation: punctuation, underscores and the quotes ‘ ’ ´ become a space ("New_York"
-  is "new york", "U.S." is "u s"). Its F1 has no rule for yes and no.
+- "arena" is ARENA's Appendix C.1: SQuAD's steps, and an underscore becomes a space ("New_York" is "new york", "U.S." is
+  "us"). It does so before punctuation is removed [assumed]: in the printed order nothing is left of it by then.
+  "arena_code" is its released code's, TriviaQA's: all punctuation and the quotes ‘ ’ ´ become spaces ("U.S." is "u s").
+  The F1 of Appendix C.2 has no rule for yes and no.
 
 `golds` is one acceptable answer or a list of them; the best one counts, and an empty list matches nothing.
 """
@@ -18,7 +20,7 @@ from typing import Literal
 
 from thresher.common.errors import UserError, shown
 
-Variant = Literal["squad", "arena"]
+Variant = Literal["squad", "arena", "arena_code"]
 Golds = str | Sequence[str]
 
 YES_NO = frozenset({"yes", "no", "noanswer"})
@@ -27,14 +29,16 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _SPACED = string.punctuation + "\u2018\u2019\u00b4"
 _PUNCTUATION: dict[str, Mapping[int, int | None]] = {
     "squad": str.maketrans("", "", string.punctuation),
-    "arena": str.maketrans(_SPACED, " " * len(_SPACED)),
+    "arena": str.maketrans("_", " ", string.punctuation.replace("_", "")),
+    "arena_code": str.maketrans(_SPACED, " " * len(_SPACED)),
 }
 
 
 def normalize_answer(s: str, variant: Variant = "squad") -> str:
     """Convert to lower case; remove ASCII punctuation, articles (a, an, the) and extra white space. Idempotent.
 
-    "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ into spaces ("u s").
+    "squad" deletes punctuation ("U.S." -> "us"); "arena" does too, but turns "_" into a space; "arena_code" turns
+    punctuation and ‘ ’ ´ into spaces ("u s").
     """
     if not isinstance(s, str):
         raise UserError(f"the text is {shown(s)}: write it as a string")

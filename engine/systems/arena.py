@@ -34,7 +34,8 @@ from thresher.rewards.text import Variant
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: with more named references than this there is
-    no .5; None, as in the paper: no bound. variant: normalisation before EM and F1, that of its code or of SQuAD."""
+    no .5; None, as in the paper: no bound. variant: normalisation before EM and F1, that of the paper's
+    Appendix C.1, of its code, or of SQuAD."""
 
     accuracy: Accuracy = "em"
     max_indices: Count | None = None

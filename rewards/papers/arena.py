@@ -5,13 +5,14 @@
     R = format + accuracy + relevance + bonus,    at most 13
 
     format     1 if the transcript is the three sections, in order, and nothing else
-    accuracy   1 if the answer equals a gold (EM); variants: its F1, or a judge's yes or no
+    accuracy   1 if the answer equals a gold (EM); variants: its F1, or a judge's yes or no (Section 3.3, Appendix G)
     relevance  1 if the named indices are the gold set, .5 if they share one with it, else 0
     bonus      10 if the other three are all exactly 1 [assumed, for F1]
 
 The parts are scored independently: a correct answer also counts in a wrong format. The released code accepts one JSON
 list of indices; here "1, 5" and "[1],[5]" are accepted too. It allows text after the last section; here that is a wrong
-format. EM and F1 normalise texts as the code does (rewards/text.py, "arena").
+format. EM and F1 normalise texts as in Appendix C.1 (rewards/text.py, "arena"); the released code's normalisation is
+the variant "arena_code".
 
 Naive GRPO is ARENA's baseline: `<think>..</think><answer>..</answer>`, R = format + answer, each 1 or 0.
 """
@@ -60,9 +61,9 @@ def arena_reward(
     """Compute ARENA's reward.
 
     accuracy: measure of the answer; "judge" uses `attempt.verdict`. max_indices: an answer that names more gets no
-    relevance of .5 (without a limit, naming every reference scores .5). variant: normalisation of "em" and "f1";
-    "squad" is that of other systems. If it is unknown which references are gold, relevance is 0 [assumed]; if none is
-    gold, naming none is a full match [assumed].
+    relevance of .5 (without a limit, naming every reference scores .5). variant: normalisation of "em" and "f1":
+    "arena" is that of Appendix C.1, "arena_code" the released code's, "squad" that of other systems. If it is unknown
+    which references are gold, relevance is 0 [assumed]; if none is gold, naming none is a full match [assumed].
 
     Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (number of
     references).

@@ -213,6 +213,9 @@ def test_arenas_switches() -> None:
     spaced = attempt_of(right.replace("Anna Bell", "Anna_Bell"))
     assert load_system("arena", {"variant": "squad"}).reward(spaced).parts["accuracy"] == 0
     assert load_system("arena", {}).reward(spaced).parts["accuracy"] == 1
+    hyphened = attempt_of(right.replace("Anna Bell", "Anna-Bell"))
+    assert load_system("arena", {}).reward(hyphened).parts["accuracy"] == 0
+    assert load_system("arena", {"variant": "arena_code"}).reward(hyphened).parts["accuracy"] == 1
 
 
 @pytest.mark.parametrize(("options", "answer"), [({}, 2 / 3), ({"full": False}, 0.5), ({"rationale": False}, 1.0)])

@@ -104,6 +104,13 @@ def test_relevance(gold: list[int] | None, named: str, cap: int | None, relevanc
         ("New_York", ("New York",), {"variant": "squad"}, 0.0, 0.0),
         ("New_York", ("New York",), {}, 1.0, 10.0),
         ("New_York", ("New York",), {"variant": "arena", "accuracy": "f1"}, 1.0, 10.0),
+        ("New_York", ("New York",), {"variant": "arena_code"}, 1.0, 10.0),
+        ("the U.S.", ("us",), {}, 1.0, 10.0),
+        ("the U.S.", ("us",), {"variant": "arena_code"}, 0.0, 0.0),
+        ("New-York", ("New York",), {}, 0.0, 0.0),
+        ("New-York", ("New York",), {"variant": "arena_code"}, 1.0, 10.0),
+        ("no way", ("no",), {"accuracy": "f1"}, 2 / 3, 0.0),  # no rule for yes and no
+        ("no way", ("no",), {"accuracy": "f1", "variant": "squad"}, 0.0, 0.0),
         ("", ("",), {}, 0.0, 0.0),
     ],
 )
@@ -135,7 +142,7 @@ def test_a_judge_decides_where_it_is_asked_to() -> None:
         ({"gold_indices": [-1], "passages": [("", "x")]}, {}, "-1 is out of range"),
         ({}, {"max_indices": 0}, "max_indices is 0; give at least 1"),
         ({}, {"accuracy": "bleu"}, "accuracy 'bleu' is unknown; choose one of em, f1, judge"),
-        ({}, {"variant": "trivia"}, "squad, arena"),
+        ({}, {"variant": "trivia"}, "squad, arena, arena_code"),
     ],
 )
 def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem: str) -> None:
