@@ -33,11 +33,13 @@ from thresher.rewards.text import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: with more named references than this there is
-    no .5; None, as in the paper: no bound. variant: normalisation before EM and F1, that of the paper's
-    Appendix C.1, of its code, or of SQuAD."""
+    """accuracy: exact match, F1, or an LLM judge's verdict. relevance_reward: off is a control that is not in the
+    paper, format + accuracy alone. max_indices: with more named references than this there is no .5; None, as in the
+    paper: no bound. variant: normalisation before EM and F1, that of the paper's Appendix C.1, of its code, or of
+    SQuAD."""
 
     accuracy: Accuracy = "em"
+    relevance_reward: bool = True
     max_indices: Count | None = None
     variant: Variant = "arena"
 
@@ -53,5 +55,5 @@ def system(options: Options) -> System:
         preset=read_preset(Path(__file__).with_suffix(".toml")),
         given_passages=True,
         wants_verdict=options.accuracy == "judge",
-        needs_gold_indices=True,
+        needs_gold_indices=options.relevance_reward,
     )

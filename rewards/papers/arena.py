@@ -56,17 +56,23 @@ def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
 
 
 def arena_reward(
-    attempt: RewardInput, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "arena"
+    attempt: RewardInput,
+    *,
+    accuracy: Accuracy = "em",
+    relevance_reward: bool = True,
+    max_indices: int | None = None,
+    variant: Variant = "arena",
 ) -> RewardResult:
     """Compute ARENA's reward.
 
-    accuracy: measure of the answer; "judge" uses `attempt.verdict`. max_indices: an answer that names more gets no
+    accuracy: measure of the answer; "judge" uses `attempt.verdict`. relevance_reward: False is a control that is not in
+    the paper, format + accuracy alone; relevance is still measured. max_indices: an answer that names more gets no
     relevance of .5 (without a limit, naming every reference scores .5). variant: normalisation of "em" and "f1":
     "arena" is that of Appendix C.1, "arena_code" the released code's, "squad" that of other systems. If it is unknown
     which references are gold, relevance is 0 [assumed]; if none is gold, naming none is a full match [assumed].
 
-    Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (number of
-    references).
+    Parts: format, accuracy, relevance, bonus, whose sum is the reward (in the control, without relevance); measures em,
+    f1, answered, named (number of references).
     """
     if accuracy not in get_args(Accuracy):
         raise UserError(f"accuracy {accuracy!r} is unknown; choose one of {', '.join(get_args(Accuracy))}")
@@ -79,9 +85,10 @@ def arena_reward(
         "accuracy": _accuracy(attempt, answer, accuracy, variant),
         "relevance": _relevance(named, gold, max_indices),
     }
-    parts["bonus"] = BONUS if all(part == 1.0 for part in parts.values()) else 0.0
+    parts["bonus"] = BONUS if relevance_reward and all(part == 1.0 for part in parts.values()) else 0.0
+    reward = sum(part for name, part in parts.items() if relevance_reward or name != "relevance")
     measures = answer_measures(answer, attempt.golds) | {"named": len(named or ())}
-    return RewardResult(sum(parts.values()), parts | measures, answer)
+    return RewardResult(reward, parts | measures, answer)
 
 
 def _accuracy(attempt: RewardInput, answer: str | None, accuracy: Accuracy, variant: Variant) -> float:

@@ -618,6 +618,17 @@ def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
     assert [words[words.index("--device") + 1] for words in (made, on_cpu)] == ["cuda", "cpu"]
 
 
+@pytest.mark.parametrize("scale", [PAPER, WORLD], ids=["paper", "world"])
+def test_arenas_control_differs_from_arena_in_the_reward_alone(scale: Scale, tmp_path: Path) -> None:
+    trainings = {}
+    for method in ("arena", "arena_control"):
+        cell = experiment_of(read_manifest("arena"), "F2", method, scale, tmp_path)
+        command = cell.before[-1]
+        trainings[method] = {word for word in command.words if word != str(command.folder)}
+    assert trainings["arena_control"] - trainings["arena"] == {"system.options.relevance_reward=false"}
+    assert trainings["arena"] <= trainings["arena_control"]
+
+
 def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
     """MuSiQue's 20 paragraphs are 2,454 tokens on average. An extractor that is trained on 5 passages reads them all;
     LLMLingua-2 leaves 540 of them, which the generator is shown whole."""

@@ -207,6 +207,9 @@ def test_arenas_switches() -> None:
 
     assert rewards() == [13, 2.5, 2]
     assert rewards(max_indices=1) == [13, 2, 2]
+    assert rewards(relevance_reward=False) == [2, 2, 1]
+    needing = [load_system("arena", {"relevance_reward": on}).needs_gold_indices for on in (True, False)]
+    assert needing == [True, False]
     assert rewards(accuracy="f1") == pytest.approx([13, 2.5, 2 + 2 / 3])
     assert rewards(accuracy="judge") == [13, 2.5, 13]
     assert load_system("arena", {"accuracy": "judge"}).wants_verdict and not load_system("arena", {}).wants_verdict

@@ -68,6 +68,18 @@ def test_reward(parts: list[str], form: float, accuracy: float, relevance: float
     assert result.reward == form + accuracy + relevance + bonus
 
 
+@pytest.mark.parametrize(
+    ("parts", "form", "accuracy", "relevance"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_the_control_is_rewarded_for_format_and_accuracy_alone(
+    parts: list[str], form: float, accuracy: float, relevance: float
+) -> None:
+    tried = attempt(*parts, gold_indices=[1, 5], passages=[("t", "x")] * 10)
+    result = arena_reward(tried, relevance_reward=False)
+    assert result.reward == form + accuracy
+    assert (result.parts["relevance"], result.parts["bonus"]) == (relevance, 0.0)
+
+
 def test_parts_of_the_maximum() -> None:
     result = arena_reward(attempt(sections("[1,5]"), gold_indices=[5, 1, 5]))
     scored = {"format": 1.0, "accuracy": 1.0, "relevance": 1.0, "bonus": 10.0}
