@@ -427,7 +427,9 @@ def test_what_a_step_launches_and_where_the_host_waits(
     assert load.most("launches") == 1 and load.most("syncs") == 0
     assert {call["launches"] for call in replayed} == {2} and {call["syncs"] for call in replayed} == {0}
     assert max(call["replayed_nodes"] for call in replayed) <= 263
-    assert backward.most("syncs") <= 2
+    # The checks of the loss are read. Without shared prefixes, the reference of attention also sends `Varlen.index_T`.
+    for shared, most in ((True, 1), (False, 2)):
+        assert max(call["syncs"] for call in backward.calls if (call["size"] > 1) == shared) <= most
     assert max(call["launches"] - 145 * call["size"] for call in backward.calls) <= 560
 
 
