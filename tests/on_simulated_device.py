@@ -159,7 +159,7 @@ FLOAT32 = {
         },
         "optim": {"micro_batch_tokens": 200},
     },
-    "few blocks": {"rollout": {"kv_tokens": 512}},
+    "few blocks, drafts": {"rollout": {"kv_tokens": 512, "num_draft_tokens": 2}},
     "folds": {"system": {"name": "mem1"}},
     "branches": {"system": {"name": "eviomni", "template": None}, "rollout": {"max_context": 2000}},
 }
@@ -176,6 +176,8 @@ def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe]
     # settings and learning rates.
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 3e-3 if changes == FLOAT32["several updates"] else 2e-4)
     assert simcuda.counts()["launches"] > 1000
+    if "num_draft_tokens" in changes.get("rollout", {}):
+        assert all(step["drafted_tokens"] > 0 for step in steps_of(tmp_path / "cuda"))
 
 
 @pytest.fixture
