@@ -23,7 +23,8 @@ import pytest
 import simcuda
 import torch
 import train_cases
-from train_cases import recipe_maker, recipe_tables, sampled, single_threaded, steps_of, write_inputs
+from stored_cases import stored
+from train_cases import recipe_maker, recipe_tables, sampled, single_threaded, steps_of, untimed, write_inputs
 
 from thresher.cli.main import main
 from thresher.engine.config.recipe import Recipe
@@ -314,12 +315,43 @@ COMMANDS = {
 }
 
 
+# Of each command's records: the file in its folder ("" is its whole output), and how far the floats may be from the
+# CPU's, absolute and relative, as in the tests above.
+RECORDS = {
+    "eval": ("trajectories.jsonl", 0.0),
+    "rollout": ("", 1e-4),
+    "sft": ("metrics.jsonl", 2e-4),
+    "sft in bfloat16": ("metrics.jsonl", 0.05),
+    "extract": ("", 0.0),
+}
+
+
+def records_of(name: str, out: Path) -> list[dict[str, Any]]:
+    """Return a command's records without timings."""
+    file = RECORDS[name][0]
+    return [untimed(record) for record in stored(out / file if file else out.with_suffix(".jsonl"))]
+
+
+def assert_near(one: Any, other: Any, budget: float) -> None:
+    """Check two JSON values: equal, but for floats, which may differ by `budget`."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_near(one[key], other[key], budget)
+    elif isinstance(one, list):
+        for value, second in zip(one, other, strict=True):
+            assert_near(value, second, budget)
+    else:
+        assert one == (pytest.approx(other, rel=budget, abs=budget) if isinstance(one, float) else other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_runs(
+def test_a_command_does_what_it_does_on_the_cpu(
     name: str, tables: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`generate` also prints the same text as on the CPU."""
+    """Its records are the CPU's, and `generate` prints the same text; `plan` only runs."""
     questions = [{"id": f"q{n}", "question": "Who?", "golden_answers": ["Anna Bell"]} for n in range(12)]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     sft = {"data": str(tmp_path / "sft.jsonl"), "format": "closed-book", "steps": 2, "batch_size": 4}
@@ -348,6 +380,10 @@ def test_a_command_runs(
         assert ended.value.code == 0, said[device].err
     assert name == "plan" or simcuda.counts()["launches"] > 100
     assert name != "generate" or said["cuda"].out == said["cpu"].out
+    if name in RECORDS:
+        ours, theirs = (records_of(name, tmp_path / f"out-{device}") for device in ("cuda", "cpu"))
+        assert len(ours) > 1
+        assert_near(ours, theirs, RECORDS[name][1])
 
 
 # --- Waits of the host, and numbers of launches
