@@ -28,7 +28,7 @@ from train_cases import recipe_maker, recipe_tables, sampled, single_threaded, s
 
 from thresher.cli.main import main
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.decoding import batch_state, decoder_cuda
+from thresher.engine.decoding import batch_state, decoder_cuda, kv_cache
 from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.generator import GenerateRequest, Generator
 from thresher.engine.packing import MicroBatch
@@ -523,12 +523,12 @@ def broken(run: Callable[[], object]) -> str:
 
 
 @pytest.fixture
-def samples(tables: dict[str, Any]) -> Callable[[], object]:
+def samples(tables: dict[str, Any]) -> Callable[..., object]:
     """Return a function that decodes some steps on the device."""
 
-    def run() -> object:
+    def run(dtype: torch.dtype = torch.float32) -> object:
         folder = Path(tables["model"]["path"])
-        generator = Generator(load_policy(folder, torch.float32, "cuda"), load_tokenizer(folder), speculate=0)
+        generator = Generator(load_policy(folder, dtype, "cuda"), load_tokenizer(folder), speculate=0)
         prompts = [f"Question: What is the mayor of {name}?" for name in ("Anna Bell", "Karl Lund")]
         return generator.generate([GenerateRequest(prompt_text=prompt, n=3, max_new_tokens=8) for prompt in prompts])
 
@@ -685,6 +685,20 @@ def test_what_is_right_is_no_hazard() -> None:
     before = simcuda.counts()["syncs"]
     y[y > 0] = 2.0
     assert simcuda.counts()["syncs"] == before and y.tolist() == [2.0] * 4
+
+
+# --- Single rules
+
+
+def test_without_a_kernel_keys_are_stored_in_graphs(
+    samples: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel rotates float16. In the other tests, the CPU's branch is in the kernel's place, as one launch."""
+    expected = samples(torch.float16)
+    for module in (decoder_cuda, kv_cache):
+        monkeypatch.setattr(module, "rotate_and_store", layers.rotate_and_store)
+    before = simcuda.counts()["replays"]
+    assert samples(torch.float16) == expected and simcuda.counts()["replays"] > before
 
 
 # --- Every line that uses CUDA
