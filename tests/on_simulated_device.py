@@ -5,6 +5,7 @@ where none is allowed, and ceilings on launches, waits and nodes of graphs, whic
 once installed. References replace the Triton kernels unless SIMCUDA_KERNELS=1, which takes minutes.
 """
 
+import gc
 import json
 import linecache
 import math
@@ -14,6 +15,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,6 +34,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.decoding import batch_state, decoder_cuda, kv_cache
 from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import MicroBatch
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.train import train
@@ -699,6 +703,46 @@ def test_without_a_kernel_keys_are_stored_in_graphs(
         monkeypatch.setattr(module, "rotate_and_store", layers.rotate_and_store)
     before = simcuda.counts()["replays"]
     assert samples(torch.float16) == expected and simcuda.counts()["replays"] > before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_in_a_capture(
+    enabled: bool, fails: bool, samples: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards the collector is as it was, also if the capture fails."""
+    plain, during = BucketStep.run, list[bool]()
+
+    def run(self: BucketStep) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            during.append(gc.isenabled())
+            if fails:
+                raise ZeroDivisionError
+        plain(self)
+
+    monkeypatch.setattr(BucketStep, "run", run)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(ZeroDivisionError):
+            samples()
+        assert set(during) == {False} and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_adding_gradients_copies_none(tables: dict[str, Any]) -> None:
+    """A copy in float32 takes as much memory as the masters have."""
+    master = load_policy(Path(tables["model"]["path"]), torch.float32, "cuda").requires_grad_(True)
+    policy = deepcopy(master).bfloat16()
+    weights = MasterWeights(policy, master)
+    for number in (1, 2):
+        for parameter in policy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        weights.add_gradients()
+        assert number == 1 or torch.cuda.max_memory_allocated() == held
+        assert all((weight.grad == number).all() for weight in master.parameters())
 
 
 # --- Every line that uses CUDA
