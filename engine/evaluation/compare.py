@@ -8,7 +8,7 @@ runs, the share whose gold is recalled by the text of only one run. p-values are
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +27,14 @@ ACROSS = frozenset({"recall_evidence", "recall_rationale"})
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A folder of `thresher eval`: its metrics.json, and the text and measures of each question by id."""
+    """A folder of `thresher eval`: its metrics.json, and each question's text, measures and parts of the reward by
+    id."""
 
     path: Path
     figures: dict[str, Any]
     questions: dict[str, str]
     measures: dict[str, Measures]
+    parts: dict[str, Measures] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -53,21 +55,24 @@ def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
         raise UserError(f"{path}: holds {state} (no metrics.json); name a folder that `thresher eval` has finished")
     questions: dict[str, str] = {}
     measures: dict[str, Measures] = {}
+    parts: dict[str, Measures] = {}
     figures = read_object(path / "metrics.json", unverified=unverified)
     mark = figures.get("trajectories")
     for number, record in read_records(path / "trajectories.jsonl", unverified=unverified, expected=mark):
-        found, where = record.get("measures"), f"{path / 'trajectories.jsonl'}: line {number}"
-        if not isinstance(found, dict) or not isinstance(record.get("parts"), dict):
+        found, terms = record.get("measures"), record.get("parts")
+        where = f"{path / 'trajectories.jsonl'}: line {number}"
+        if not isinstance(found, dict) or not isinstance(terms, dict):
             raise UserError(f"{where} has no measures; evaluate again with this version")
-        for name, value in found.items():
-            if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
-                raise UserError(
-                    f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
-                )
+        for key, values in (("measures", found), ("parts", terms)):
+            for name, value in values.items():
+                if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
+                    raise UserError(
+                        f"{where}: {key}.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
+                    )
         id_ = str(record.get("id"))
         questions[id_] = str(record.get("question"))
-        measures[id_] = found
-    return Evaluation(path, figures, questions, measures)
+        measures[id_], parts[id_] = found, terms
+    return Evaluation(path, figures, questions, measures, parts)
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:

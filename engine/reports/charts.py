@@ -1,5 +1,7 @@
 """A run's curves: `charts_of` turns metrics records into charts, `draw` draws charts as a PNG.
 
+A chart can have bars instead: one group of bars per name in `groups`, one bar per series in each group.
+
 A missing or null value (a number that was not finite) is a gap in a curve. In stacked charts it is a layer of 0 where
 other layers have a value. Curves without values and charts without curves are left out. A long curve is drawn twice: a
 thin line for the raw values and a thick one for their moving mean. Evaluations are dots and are never smoothed.
@@ -52,6 +54,11 @@ CAPTIONS = {
     " very unlikely; k2's is d.",
     "length": "Sampled tokens of a trajectory, summed over its turns; retrieved text is not counted.",
     "searches": "Searches that had a query and returned passages.",
+    "actions": "Turns that the policy wrote: searches, answers, and turns that are neither.",
+    "sequence": "Tokens of a trajectory: prompt, sampled and retrieved tokens.",
+    "state_tokens": "Sampled tokens in the loss of a step, over all its trajectories.",
+    "token_time": "Time of a step's rollout, rewards and update, divided by the number of tokens that it sampled.",
+    "loss": "Loss of a step, with its KL term; mean over its updates.",
     "entropy": "Entropy of the policy's next-token distribution, at the sampled tokens.",
     "right_logprob": "Mean log-prob, when sampled, of the tokens of a trajectory with a correct answer; mean over these"
     " trajectories. If it falls, training makes correct answers less likely (lazy likelihood displacement).",
@@ -79,6 +86,8 @@ CAPTIONS = {
     "time": "The rollout is decode + prefill + search + host (Python around them). Rewards and the update (reference,"
     " forward, backward, optimiser) follow.",
 }
+# Charts that only the figures of papers have. A run's page and a comparison leave them out.
+OF_FIGURES = frozenset({"actions", "sequence", "state_tokens", "token_time", "loss"})
 # Charts whose curves measure one quantity in several ways: the curve used to compare several runs, and its caption.
 COMPARED_BY = {
     "kl": (
@@ -134,7 +143,7 @@ class Series:
 @dataclass(frozen=True, slots=True)
 class Chart:
     """Curves over steps that share an axis. name: of the file. stacked: draw filled layers. rule: a dashed horizontal
-    line."""
+    line. groups: draw bars, in groups with these names; the `steps` of a series then count the groups from 0."""
 
     name: str
     title: str
@@ -144,11 +153,18 @@ class Chart:
     log: bool = False
     stacked: bool = False
     rule: tuple[float, str] | None = None
+    groups: tuple[str, ...] = ()
+
+
+def is_chosen(name: str, chosen: Sequence[str] | None) -> bool:
+    """Return whether a page has this chart. chosen: names of charts, None for all but OF_FIGURES."""
+    return name not in OF_FIGURES if chosen is None else name in chosen
 
 
 def charts_of(records: Sequence[Record], **recipe: Any) -> list[Chart]:
     """Return the non-empty charts of these metrics records, in display order. recipe: the options of `all_charts`."""
-    return [chart for chart in map(filled, all_charts(records, records, **recipe)) if chart.series]
+    charts = (chart for chart in all_charts(records, records, **recipe) if is_chosen(chart.name, None))
+    return [chart for chart in map(filled, charts) if chart.series]
 
 
 def all_charts(
@@ -190,6 +206,11 @@ def all_charts(
         known = _number(record, "tokens_recomputed") if "staleness_tokens" in record else float("nan")
         return _ratio(known, _number(record, "loss_tokens"))
 
+    def token_time(record: Record) -> float:
+        seconds = np.array([_number(record, f"{phase}_seconds") for phase in PHASES])
+        total = np.nansum(seconds) if np.isfinite(seconds).any() else np.nan
+        return _ratio(1000 * float(total), _number(record, "sampled_tokens"))
+
     endings = {label: partial(ended, reason) for reason, label in ENDINGS.items()}
     in_loss = beta > 0 and kl_value != "none"
     kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has no KL term."
@@ -209,6 +230,11 @@ def all_charts(
         ),
         chart("length", "Response length (tokens)", both("response_tokens")),
         chart("searches", "Valid searches per trajectory", both("searches")),
+        chart("actions", "Actions per trajectory", lines({"actions": "actions"})),
+        chart("sequence", "Whole sequence (tokens)", lines({"tokens": "tokens"})),
+        chart("state_tokens", "State tokens per step", lines({"tokens": "loss_tokens"})),
+        chart("token_time", "Time per sampled token (ms)", lines({"time": token_time})),
+        chart("loss", "Loss", lines({"loss": "loss"})),
         chart("entropy", "Entropy (nats per sampled token)", lines({"entropy": "entropy"})),
         chart(
             "right_logprob",
@@ -367,11 +393,14 @@ def draw(*charts: Chart) -> bytes:
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:
     axes.set_title(chart.title)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if not chart.groups:
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if chart.log:
         axes.set_yscale("log")
-    if chart.stacked:
+    if chart.groups:
+        _draw_bars(axes, chart)
+    elif chart.stacked:
         _draw_layers(axes, chart.series)
     else:
         for series in chart.series:
@@ -405,7 +434,7 @@ def _set_range(axes: Axes, chart: Chart) -> None:
     if chart.name == "em":
         axes.set_ylim(0, 1.04)
     elif low >= 0:
-        axes.set_ylim(0, 1.06 * high if high > 0 else 1.0)
+        axes.set_ylim(0, (1.12 if chart.groups else 1.06) * high if high > 0 else 1.0)
     if axes.get_ylim()[1] >= 10_000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
@@ -438,6 +467,22 @@ def _draw_layers(axes: Axes, layers: Sequence[Series]) -> None:
     for layer, values in zip(layers, np.nan_to_num(table), strict=True):
         axes.stairs(base + values, edges, baseline=base, fill=True, color=layer.color, lw=0, label=layer.label)
         base = base + values
+
+
+def _draw_bars(axes: Axes, chart: Chart) -> None:
+    """Draw one bar per series in each group, with its value above and its deviation as a line; nan is no bar."""
+    count, grey = len(chart.series), STYLE["xtick.color"]
+    width = 0.84 / count
+    for number, series in enumerate(chart.series):
+        known = np.isfinite(series.values)
+        at = series.steps[known] + (number - (count - 1) / 2) * width
+        spread = None if series.spread is None else np.nan_to_num(series.spread[known])
+        look: dict[str, Any] = {"color": series.color, "label": series.label, "error_kw": {"ecolor": grey, "lw": 1}}
+        bars = axes.bar(at, series.values[known], 0.92 * width, yerr=spread, **look)
+        axes.bar_label(bars, fmt="{:.0%}" if chart.percent else "{:.2f}", padding=1.5, fontsize=7, color=grey)
+    axes.set_xticks(range(len(chart.groups)), chart.groups)
+    axes.set_xlim(-0.5, len(chart.groups) - 0.5)
+    axes.tick_params(axis="x", length=0)
 
 
 def _label_ends(axes: Axes, series: Series) -> None:

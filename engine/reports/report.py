@@ -38,6 +38,7 @@ from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES, RECALLS, shown
 from thresher.engine.reports.charts import (
+    CAPTIONS,
     COMPARED_BY,
     PALETTE,
     PHASES,
@@ -47,6 +48,7 @@ from thresher.engine.reports.charts import (
     charts_of,
     draw,
     filled,
+    is_chosen,
     smoothing,
 )
 from thresher.engine.reports.health import health_of
@@ -421,9 +423,53 @@ def write_curves(
         for label, color in zip(groups, itertools.cycle(PALETTE), strict=False)
     ]
     charts = overlaid([(label, color, map(RunRecords.read, paths)) for label, color, paths in named], chosen=chosen)
-    pictures = [(chart, _data_uri(draw(chart))) for chart in charts]
-    atomic_write_text(out, page_template("curves.html").render(title=title, groups=named, charts=pictures))
+    reading = "Thick: a moving mean. Bands: the deviation over seeds. Dots: evaluations."
+    _write_figure(out, charts, title, reading, "No training has got to its first step.", named)
     return charts
+
+
+def write_bars(
+    title: str, groups: Sequence[str], bars: Mapping[str, Mapping[str, Sequence[Mapping[str, Any] | None]]], out: Path
+) -> list[Chart]:
+    """Write a page of grouped bars, one picture per measure, and return its charts. bars: measure -> label of a bar ->
+    its "mean" and "deviation" over seeds in each group, None for no bar. A measure without bars has no picture."""
+    charts = []
+    for number, (measure, rows) in enumerate(bars.items()):
+        name, kind = NAMES.get(measure, (f"Reward's part: {measure}", "number"))
+        series = [
+            _bars(label, color, cells)
+            for (label, cells), color in zip(rows.items(), itertools.cycle(PALETTE), strict=False)
+        ]
+        caption = "" if measure in NAMES else CAPTIONS["parts"]
+        chart = Chart(str(number), name, caption, tuple(series), percent=kind == "share", groups=tuple(groups))
+        charts.append(filled(chart))
+    charts = [chart for chart in charts if chart.series]
+    reading = "Means over the questions of a set, then over seeds. Lines: the deviation over seeds."
+    _write_figure(out, charts, title, reading, "No evaluation is finished.")
+    return charts
+
+
+def _bars(label: str, color: str, cells: Sequence[Mapping[str, Any] | None]) -> Series:
+    means, deviations = (
+        np.array([np.nan if cell is None or cell[key] is None else cell[key] for cell in cells])
+        for key in ("mean", "deviation")
+    )
+    return Series(label, color, np.arange(len(cells), dtype=np.float64), means, spread=deviations)
+
+
+def _write_figure(
+    out: Path,
+    charts: Sequence[Chart],
+    title: str,
+    reading: str,
+    nothing: str,
+    groups: Sequence[tuple[str, str, list[str]]] = (),
+) -> None:
+    """Write the page of a figure. reading: how to read its charts. nothing: shown if there is none. groups: (label,
+    color, paths) of curves."""
+    pictures = [(chart, _data_uri(draw(chart))) for chart in charts]
+    page = page_template("curves.html")
+    atomic_write_text(out, page.render(title=title, groups=groups, reading=reading, charts=pictures, nothing=nothing))
 
 
 def overlaid(
@@ -440,7 +486,7 @@ def overlaid(
     charts: dict[tuple[str, str], Chart] = {}  # taken from the first run that has it
     for number, run in ((number, run) for number, (_, _, runs) in enumerate(read) for run in runs):
         for chart in all_charts(run.records, of_all, **_of_charts(run.recipe)):
-            for series in _summed(chart) if chosen is None or chart.name in chosen else ():
+            for series in _summed(chart) if is_chosen(chart.name, chosen) else ():
                 charts.setdefault((chart.name, series.label), chart)
                 curves.setdefault((chart.name, series.label), {}).setdefault(number, []).append(series)
     means: dict[tuple[str, str], Chart] = {}

@@ -26,13 +26,14 @@ world_base      base model of all rows in the invented world (engine/world/stage
                 Without a generator, the last model of the chain answers. overrides: of its training, its extraction,
                 and of evaluations without a run; not of tunings; world: false if the invented world has no such
                 method; world_prompt: the prompt of another system to use in the world
-[tables.NAME]   caption, measures (per question, as in thresher eval or tables.read_evidence), columns (names of
-                sets), average (whether a last column has their mean), against (label of the row that other rows
-                are tested against), only (count only questions for which this measure is 1), alone (for two rows:
-                a question counts by the amount that its value exceeds the other row's), curves (names of charts
-                of a run's report, with one curve for each row's trainings), rows: {method, model, label, printed =
-                {measure = [one number per column, then the average]}}; same_as: a table of the manifest of `like`
-                that supplies all other keys
+[tables.NAME]   caption, measures (per question, as in thresher eval or tables.read_evidence, or parts of the system's
+                reward), columns (names of sets), average (whether a last column has their mean), against (label of
+                the row that other rows are tested against), only (count only questions for which this measure is
+                1), alone (for two rows: a question counts by the amount that its value exceeds the other row's),
+                curves (charts of reports/charts.py, with one curve for each row's trainings), bars (of the
+                measures: drawn in groups, one for each column, with one bar for each row), rows: {method, model,
+                label, printed = {measure = [one number per column, then the average]}}; same_as: a table of the
+                manifest of `like` that supplies all other keys
 [left_out]      WHAT = "why": rows and tables of the paper that are not reproduced
 """
 
@@ -138,6 +139,7 @@ class PaperTable:
     only: str | None = None
     alone: bool = False
     curves: tuple[str, ...] = ()
+    bars: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
     out/commands/NAME/command.json       the command of an output, and the lock of the process that is running it:
         {"words": ["train", "recipes/world/recipe.toml", ..], "recipes": {"recipes/..": SHA-256 of its keys}}
     out/eviomni-T1.md, eviomni-T1.json   one table each, rewritten after every experiment
-    out/eviomni-F4.html                  a figure: the training curves of its rows, overlaid
+    out/eviomni-F4.html                  a figure: the training curves of its rows, overlaid, or the bars of its columns
 
 After a kill at any moment, the same command continues; two processes share the work. Recorded words do not depend on
 the spelling of --out or on where Thresher is installed. An output without a record, made by hand, is accepted.
@@ -99,7 +99,9 @@ def reproduce(
     found = {name: write_table(name) for name in chosen}
     for name, table in chosen.items():
         if table.curves:
-            _write_figure(manifest, table, experiments[name], out / f"{paper}-{name}.html")
+            _write_curves(manifest, table, experiments[name], out / f"{paper}-{name}.html")
+        if table.bars:
+            _write_bars(manifest, table, found[name], out / f"{paper}-{name}.html")
         console.note(markdown(found[name]))
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
@@ -199,7 +201,7 @@ def _system_of(method: Method) -> System:
     return load_system(str(method.system), method.options)
 
 
-def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:
+def _write_curves(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:
     from thresher.engine.reports.report import write_curves  # importing matplotlib takes a second
 
     groups: dict[str, list[str | Path]] = {}
@@ -209,6 +211,17 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Seque
             groups.setdefault(manifest.label(one.row), []).append(folder)
     write_curves(f"{manifest.title}: {table.caption}", groups, page, table.curves)
     console.note(f"reproduce: curves in {page}")
+
+
+def _write_bars(manifest: PaperManifest, table: PaperTable, results: Mapping[str, Any], page: Path) -> None:
+    from thresher.engine.reports.report import write_bars
+
+    def cells(row: Mapping[str, Any], measure: str) -> list[Any]:
+        return [row["ours"].get(measure, {}).get(column) for column in results["columns"]]
+
+    bars = {measure: {row["label"]: cells(row, measure) for row in results["rows"]} for measure in table.bars}
+    write_bars(f"{manifest.title}: {table.caption}", list(results["columns"].values()), bars, page)
+    console.note(f"reproduce: bars in {page}")
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:

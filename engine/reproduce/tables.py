@@ -122,11 +122,13 @@ def read_column(
     outputs: Sequence[Path], relations: int | None, only: str | None = None
 ) -> dict[str, Mapping[str, float | None]]:
     """Return the measures by question of an extraction, an evaluation or both; the later one takes precedence.
-    relations: only questions of the invented world with this number. only: only questions for which this measure is 1.
+
+    Parts of the reward are measures too, under their own names. relations: only questions of the invented world with
+    this number. only: only questions for which this measure is 1.
     """
     measures: dict[str, dict[str, float | None]] = {}
     for output in outputs:
-        found = read_evidence(output) if output.suffix == ".jsonl" else read_evaluation(output).measures
+        found = read_evidence(output) if output.suffix == ".jsonl" else _read_answers(output)
         for id_, row in found.items():
             measures.setdefault(id_, {}).update(row)
     chosen = set(measures)
@@ -144,6 +146,11 @@ def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
         row["compression"] = row.pop("compression_ratio", None)
         found[record["id"]] = row
     return found
+
+
+def _read_answers(folder: Path) -> dict[str, dict[str, float | None]]:
+    found = read_evaluation(folder)
+    return {id_: {**found.parts[id_], **row} for id_, row in found.measures.items()}
 
 
 def _questions_of(output: Path) -> str:

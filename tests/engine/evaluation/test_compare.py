@@ -196,10 +196,11 @@ def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = evaluation(tmp_path / "good", [("x", {"em": 1.0})])
     apart = evaluation(tmp_path / "apart", [("y", {"em": 1.0})])
-    other, old = tmp_path / "other", tmp_path / "old"
+    other, old, part = tmp_path / "other", tmp_path / "old", tmp_path / "part"
     for folder, record in (
         (other, {"question": "Who was x?", "parts": {}, "measures": {"em": 1.0}}),
         (old, {"question": "Who is x?", "parts": {}}),
+        (part, {"question": "Who is x?", "parts": {"format": "x"}, "measures": {"em": 1.0}}),
     ):
         folder.mkdir()
         write_object(folder / "metrics.json", {})
@@ -213,6 +214,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
         (other, "question x of"),
         (old, "line 1 has no measures"),
         *((each, "line 1: measures.em: expected a number or null") for each in strange),
+        (part, "line 1: parts.format: expected a number or null"),
         (unfinished, "holds an unfinished evaluation"),
         (tmp_path / "nowhere", "holds no evaluation"),
     ):

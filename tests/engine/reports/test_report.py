@@ -35,6 +35,7 @@ from thresher.engine.reports.charts import (
 )
 from thresher.engine.reports.pages import choose, parts_of
 from thresher.engine.reports.report import print_trajectories, write_comparison, write_curves, write_report
+from thresher.engine.reproduce.manifest import read_manifest
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.model import Policy
 from thresher.retrieval.building.commands import build
@@ -318,6 +319,48 @@ def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, dr
     reward = next(chart for chart in drawn if chart.title.startswith("Reward: sampled")).series[0]
     assert reward.values.tolist() == pytest.approx([1 / 30, 2 / 30, 3 / 30, 4 / 30]) and reward.spread is not None
     assert reward.spread.tolist() == [0.0] * 4
+
+
+def test_a_papers_figure_has_panels_that_a_runs_page_has_not(tmp_path: Path, drawn: list[Chart]) -> None:
+    run = make_run(tmp_path / "run")
+    panels = {"actions": 2.5, "tokens": 120.0, "loss_tokens": 960, "loss": -0.25}
+    run.append_metrics(step_record(1, recompute_seconds=None, **panels))
+    run.append_metrics(step_record(2, **dict.fromkeys(panels), sampled_tokens=0))
+    write_curves("F6", {"Base": [run.path]}, tmp_path / "F6.html", read_manifest("evinote").tables["F6"].curves)
+    found = {chart.title: chart.series[0].values.tolist() for chart in drawn}
+    of_figures = {
+        "Actions per trajectory": 2.5,
+        "Whole sequence (tokens)": 120.0,
+        "State tokens per step": 960.0,
+        "Loss": -0.25,
+        "Time per sampled token (ms)": 1.01,  # .6 + .4 + .01 s over 1,000 tokens
+    }
+    for title, value in of_figures.items():
+        assert found[title] == pytest.approx([value, math.nan], nan_ok=True)
+    assert {"Reward", "Response length (tokens)", "Valid searches per trajectory"} <= found.keys() and len(found) == 10
+    drawn.clear()
+    write_curves("All", {"Base": [run.path]}, tmp_path / "all.html")
+    charts = [*drawn, *charts_of(run.metrics(), **CHARTS)]
+    assert charts and not of_figures.keys() & {chart.title for chart in charts}
+
+
+def test_bars_stand_in_groups_with_their_values_above() -> None:
+    values = {"A": [0.5, 0.25, 0.0], "B": [math.nan, 0.75, 1.0]}
+    spread = np.array([0.1, math.nan, 0.0])
+    series = tuple(
+        Series(label, color, np.arange(3.0), np.array(values[label]), spread=spread)
+        for label, color in zip("AB", PALETTE, strict=False)
+    )
+    axes = Figure().add_subplot()
+    _draw_axes(axes, Chart("0", "Format", "", series, percent=True, groups=("x", "y", "z")))
+    stand = [(bar.get_x() + bar.get_width() / 2, float(bar.get_height())) for bar in axes.patches]
+    assert stand == [
+        (pytest.approx(at), height) for at, height in ((-0.21, 0.5), (0.79, 0.25), (1.79, 0), (1.21, 0.75), (2.21, 1))
+    ]
+    ends = [lines.get_segments()[0][:, 1].tolist() for lines in axes.collections]
+    assert ends == [[0.4, 0.6], [0.75, 0.75]]  # the deviation of each first bar; nan is none
+    assert [text.get_text() for text in axes.texts] == ["50%", "25%", "0%", "75%", "100%"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["x", "y", "z"] and axes.get_xlabel() == ""
 
 
 def test_a_mean_over_seeds_has_those_whose_value_is_0(tmp_path: Path, drawn: list[Chart]) -> None:

@@ -86,6 +86,7 @@ def test_a_manifest_agrees_with_itself_and_with_what_is_there(name: str) -> None
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
         assert (table.columns or table.curves) and set(table.columns) <= manifest.sets.keys()
         assert not table.alone or len(labels) == 2
+        assert set(table.bars) <= set(table.measures) and not (table.bars and table.curves)  # they share a page
         for row in table.rows:
             assert (
                 row.method in manifest.methods and row.model in manifest.models and {*row.printed} <= {*table.measures}
@@ -144,6 +145,46 @@ def test_a_figure_has_its_rows_trainings_over_each_other(
     assert chosen == ("reward", "length", "searches") and [*groups] == ["Eval-RAR (base)", "Search-R1 (base)"]
     at_scale = {(cell.row.method, cell.row.model) for cell in experiments("eval_rar", "F3", PAPER, tmp_path)}
     assert at_scale == {*product(("eval_rar", "search_r1"), ("base", "instruct"))}
+
+
+def test_bars_have_a_group_per_column_and_the_parts_of_the_reward(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With s the seed: format is 1 - s/4 on each question, relevance s on those of two relations. Naive-GRPO, whose
+    reward has no relevance, has no such bar; no judge, no bars of verdicts."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(comparison, "draw", lambda chart: drawn.append(chart) or b"")
+
+    def ran(words: list[str]) -> None:
+        run_command(words)
+        if words[0] != "eval":
+            return
+        out = Path(words[words.index("--out") + 1])
+        seed = int(out.name.rpartition("seed")[2])
+        records = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+        for n, record in enumerate(records):
+            record["measures"] = {"em_arena": 0.5}
+            relevance = {} if "naive" in out.name else {"relevance": seed * (n % 2)}
+            record["parts"] = {"format": 1 - seed / 4, "em_arena": 9.0} | relevance
+        (out / "trajectories.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    found = reproduce("arena", ["F2"], Scale("world", (0, 1)), tmp_path, ran)["F2"]
+    bars = {
+        chart.title: {s.label: (s.values.tolist(), pytest.approx(s.spread.tolist())) for s in chart.series}
+        for chart in drawn
+    }
+    assert {(chart.groups, *series.steps) for chart in drawn for series in chart.series} == {
+        (("HotpotQA", "2Wiki"), 0, 1)
+    }
+    naive, *others = "Naive-GRPO", "ARENA without KL stabilisation", "ARENA"
+    root = 2**-0.5  # the deviation of two values is their difference by this
+    assert bars == {
+        "Exact match as ARENA normalises": dict.fromkeys([naive, *others], ([0.5, 0.5], [0, 0])),
+        "Reward's part: format": dict.fromkeys([naive, *others], ([0.875, 0.875], [root / 4, root / 4])),
+        "Reward's part: relevance": dict.fromkeys(others, ([0.5, 0], [root, 0])),
+    }
+    _, _, relevance = markdown(found).partition("## `relevance`")
+    assert "| Naive-GRPO | - | - |" in relevance and "| ARENA | .500 ± .707 | .000 ± .000 |" in relevance
 
 
 def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
