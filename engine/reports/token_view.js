@@ -93,16 +93,16 @@ function paint(colour, v) {
   return alpha ? `rgb(var(${tone(colour, v)}) / ${alpha.toFixed(2)})` : "";
 }
 
-// Filters.
+// Filters: the last entry is the value that some sample needs to have, if any.
 const long = longest(all.map(({ sample }) => sample.count));
 const FILTERS = [
   ["all", "all samples", () => true],
-  ["wrong", "wrong answers", (sample) => sample.right === false],
-  ["right", "right answers", (sample) => sample.right === true],
-  ["clipped", "with clipped tokens", (sample) => sample.isClipped.size > 0],
+  ["wrong", "wrong answers", (sample) => sample.right === false, "right"],
+  ["right", "right answers", (sample) => sample.right === true, "right"],
+  ["clipped", "with clipped tokens", (sample) => sample.isClipped.size > 0, "clipped"],
   ["longest", `longest (from ${long} ${UNIT}s)`, (sample) => sample.count >= long],
-  ["signal", "with an advantage", (sample) => Boolean(sample.advantage)],
-];
+  ["signal", "with an advantage", (sample) => Boolean(sample.advantage), "advantage"],
+].filter(([, , , needs]) => !needs || known(needs));
 const state = { g: 0, s: 0, parts: null, colour: usable[0], filter: FILTERS[0], pin: null };
 const passes = (sample) => state.filter[2](sample);
 

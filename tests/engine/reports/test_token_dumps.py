@@ -368,7 +368,8 @@ const seen = spans(0).map((span) => { click(span); return detail(); });
 for (const key of "jknpcfo?") press(key);
 document.getElementById("help").open = false;
 option("filter", "all");
-return { colours, seen, words: spans(0).map((span) => span.textContent), notes: texts("p.note"),
+const filters = document.querySelectorAll("#filter option").map((node) => node.getAttribute("value"));
+return { colours, filters, seen, words: spans(0).map((span) => span.textContent), notes: texts("p.note"),
   text: texts("#group")[0], names: texts("#figures dt"), figures: texts("#figures dd"), dots: texts(".dots em") };
 """
 
@@ -377,6 +378,7 @@ def test_what_a_dump_lacks_is_not_drawn(tmp_path: Path) -> None:
     rows = [{"input": "Who?", "output": f"{word} is.", "score": n, "step": 3} for n, word in enumerate(("Bel", "Anna"))]
     page = write_token_page(lines(tmp_path / "3.jsonl", *rows)).read_text(encoding="utf-8")
     found = run_page(page, OPEN + SCENE)
+    assert found["filters"] == ["all", "longest"]
     assert found["colours"] == ["source"] and found["seen"] == [{}, {}] and found["words"] == ["Bel", " is."]
     assert dict(zip(found["names"], found["figures"], strict=True)) == {
         "groups": "1",
