@@ -142,6 +142,11 @@ REDUCED = {
         ("mask.json", "mask.png"),
         once=True,
     ),
+    "study leak": Row(
+        ("--model", "models/eviomni", *sets(run__eval_questions=2, rollout__max_turn_tokens=200)),
+        ("leak.json", "rows.jsonl"),
+        once=True,
+    ),
     "study systems": Row(
         ("--system", "search_r1", "--system", "arena", "--seeds", "0", "--controls", "0", *STUDIED),
         ("table.md", "curves.png", "systems.json"),

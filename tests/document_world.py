@@ -1,7 +1,8 @@
 """Tiny stand-ins for what the documents name: models, encoders, questions, corpora, runs, at the paths of the text.
 
-The models know nothing but to end soon: an analysis, an answer, whatever is asked; one searches first. Recipes are the
-project's own; what makes them small is appended to the commands (tests/docs/test_documentation.py).
+The models know nothing but to end soon: an analysis, an answer, whatever is asked; one searches first, one
+extracts evidence. Recipes are the project's own; what makes them small is appended to the commands
+(tests/docs/test_documentation.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 SIZES = ("0.5B", "1.5B", "3B", "7B")
-MODELS = ("Qwen2.5-0.5B", *(f"Qwen2.5-{size}-Instruct" for size in SIZES), "eviomni", "M", "G")
+MODELS = ("Qwen2.5-0.5B", *(f"Qwen2.5-{size}-Instruct" for size in SIZES), "M", "G")
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 32_768}
 CONFIG |= {"initializer_range": 0.1, "rope_theta": 10_000.0}
@@ -70,6 +71,10 @@ TRANSCRIPT = {
     ],
 }
 ANSWER = {"source": "policy", "text": "<analysis>by [1]</analysis><answer>Anna</answer>"}
+EVIDENCE = {
+    "source": "policy",
+    "text": "<reason>Look.</reason><extract>Anna Bell is the mayor.</extract><answer>Anna Bell</answer>",
+}
 SEARCH = {"source": "policy", "text": "<search>mayor</search>"}
 FOUND = {"source": "retrieved", "text": "<information>Anna Bell is the mayor.</information>"}
 WORDS = {"people": 12, "places": 9, "works": 12, "pieces": 12}
@@ -91,6 +96,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         tokenizer,
         [[SEARCH, FOUND, {"source": "policy", "text": f"<answer>{name}</answer>"}] for name in NAMES],
     )
+    _model(folder / "models" / "eviomni", tokenizer, [[EVIDENCE]] * len(NAMES))
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
     write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama", max_position_embeddings=1024))
@@ -165,8 +171,7 @@ def _data(folder: Path) -> None:
         write_lines(folder / "data" / f"2wiki_{part}.jsonl", some)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
     (folder / "teacher").mkdir()
-    said = "<reason>Look.</reason><extract>Anna Bell is the mayor.</extract><answer>Anna Bell</answer>"
-    taught = {"passages": passages[:1], "segments": [{"source": "policy", "text": said}]}
+    taught = {"passages": passages[:1], "segments": [EVIDENCE]}
     write_lines(folder / "teacher" / "trajectories.jsonl", [TRANSCRIPT | taught])
     (folder / "recipe.toml").write_text(SFT)
     both = [{"question": one["question"], "answer": one["golden_answers"][0]} for one in asked]

@@ -134,6 +134,28 @@ class Mask(
         console.answer(read_json_object(Path(self.out) / "mask.json"))
 
 
+class Leak(
+    Command,
+    group=STUDY,
+    help="measure what a soft mask in place of EviOmni's hard mask would leak",
+    place=25,
+    example="thresher study leak --recipe eviomni/laptop.toml --model models/eviomni",
+):
+    recipe: Annotated[str, "FILE", "recipe (TOML file) of eviomni or lear, with the questions in data.dev"]
+    model: Annotated[str | None, "FOLDER", "model folder; short for --set model.path="] = None
+    out: Annotated[str, "folder for leak.json and rows.jsonl"] = "runs/study-leak"
+    set: Overrides = []
+    device: flags.ModelDevice = None
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.leak import run_study
+        from thresher.bench.studies.runs import ModelRecipe
+        from thresher.common.files import read_json_object
+
+        run_study(Path(self.out), ModelRecipe(self.recipe, self.model, flags.overrides(self.set, self.device)))
+        console.answer(read_json_object(Path(self.out) / "leak.json"))
+
+
 class Systems(
     Command,
     group=STUDY,

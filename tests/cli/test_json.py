@@ -74,6 +74,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "study kl": ("thresher.bench.studies.kl", "run_study", None, "found out"),
     "study credit": ("thresher.bench.studies.credit", "run_study", None, "found out"),
     "study mask": ("thresher.bench.studies.mask", "run_study", None, "found out"),
+    "study leak": ("thresher.bench.studies.leak", "run_study", None, "found out"),
     "study systems": ("thresher.bench.studies.systems", "run_study", None, "found out"),
     "study partial": ("thresher.bench.studies.partial", "run_study", None, "found out"),
     "compare-methods": ("thresher.bench.studies.methods", "run_comparison", {"runs": 0}, "runs"),
@@ -122,7 +123,7 @@ def test_a_command_prints_one_object(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", LONG)
 def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, returned, keys = LONG[command]
-    for name in ("kl", "credit", "mask", "systems", "partial"):
+    for name in ("kl", "credit", "mask", "leak", "systems", "partial"):
         write(tmp_path / f"{name}.json", {"found": 1})
     write(
         tmp_path / "summary.json",
@@ -134,8 +135,9 @@ def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monke
         "serve-retriever": ["--index", "i"],
         "bench train": ["smollm2/read.toml"],
         "compare-methods": ["world.toml"],
+        "study leak": ["--recipe", "eviomni/laptop.toml"],
     }
-    named = needed.get(command, ["--out", str(tmp_path)] if "out" in keys else [])
+    named = needed.get(command, []) + (["--out", str(tmp_path)] if "out" in keys else [])
     status, found, _ = run(*command.split(), *named)
     assert status == 0 and set(keys.split()) <= found.keys()
 
