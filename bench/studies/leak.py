@@ -3,7 +3,7 @@
 EviOmni rewards o_r, written with e masked, and o_e, written with P and r masked. Its mask is hard: the text is absent,
 and the context is prefilled from scratch. A soft mask is on the attention: the answer does not attend to the text, but
 the tokens between them did when their keys and values were computed. The study measures the log-prob of the first gold
-answer after `<answer>`, in nats at temperature 1. One greedy trajectory per question gives r and e, and five contexts
+answer after `<answer>` and a space, in nats at temperature 1. One greedy trajectory per question gives r and e, and five contexts
 for each of the two answers:
 
     present   q, P, r, e: nothing is masked, as for o_f
@@ -107,7 +107,7 @@ def measure(question: Question, trajectory: Trajectory, task: Task) -> list[Row]
     found = branches(prompt, tokenizer.decode_bytes(written), Options())
     if len(found) < len(ANSWERS):
         return []
-    gold = tokenizer.encode(question.golds[0])
+    gold = tokenizer.encode(f" {question.golds[0]}")  # with a space, as IGPO scores it
     tail = tokenizer.encode_template("<answer>") + gold
     read = partial(logprob, task.context.policy, task.context.vocab_size, tail, len(gold))
     evidence = evidence_of(trajectory.pieces(tokenizer))

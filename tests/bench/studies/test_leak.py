@@ -89,7 +89,7 @@ def test_the_command(recipe_file: Path, script: Script, tmp_path: Path, capsys: 
     assert [(row["id"], row["answer"]) for row in rows] == [(q.id, name) for q in questions for name in ANSWERS]
     for row in rows:
         place = [question.id for question in questions].index(row["id"])
-        gold = tokenizer.encode(questions[place].golds[0])
+        gold = tokenizer.encode(" " + questions[place].golds[0])
         branch = trajectories[place].branches[row["answer"]].segments[0].ids
         expected = scored(policy, branch + gold, len(gold), tokenizer.vocab_size)
         # float32: logits of order 10 and 30 sums, as in tests/bench/studies/test_mask.py, for each token
