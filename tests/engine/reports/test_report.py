@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from report_cases import CHARTS, Page, eval_record, make_run, step_record, trajectory
 from rich.console import Console
 
@@ -353,11 +354,12 @@ def test_bars_stand_in_groups_with_their_values_above() -> None:
     )
     axes = Figure().add_subplot()
     _draw_axes(axes, Chart("0", "Format", "", series, percent=True, groups=("x", "y", "z")))
-    stand = [(bar.get_x() + bar.get_width() / 2, float(bar.get_height())) for bar in axes.patches]
+    rectangles = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+    stand = [(bar.get_x() + bar.get_width() / 2, float(bar.get_height())) for bar in rectangles]
     assert stand == [
         (pytest.approx(at), height) for at, height in ((-0.21, 0.5), (0.79, 0.25), (1.79, 0), (1.21, 0.75), (2.21, 1))
     ]
-    ends = [lines.get_segments()[0][:, 1].tolist() for lines in axes.collections]
+    ends = [lines.get_paths()[0].vertices[:, 1].tolist() for lines in axes.collections]
     assert ends == [[0.4, 0.6], [0.75, 0.75]]  # the deviation of each first bar; nan is none
     assert [text.get_text() for text in axes.texts] == ["50%", "25%", "0%", "75%", "100%"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["x", "y", "z"] and axes.get_xlabel() == ""
