@@ -800,7 +800,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(make_stream()); }
   c10::Stream exchangeStream(c10::Stream s) const override { return stream(std::exchange(current, (int)s.id())); }
   bool queryStream(const c10::Stream&) const override { return true; }
-  bool isStreamCapturing(const c10::Stream& s) const override { return capture && s.id() == capture_stream; }
+  // No `override`: torch 2.11 does not declare it.
+  bool isStreamCapturing(const c10::Stream& s) const { return capture && s.id() == capture_stream; }
   void synchronizeStream(const c10::Stream& s) const override { wait_for_stream(s.id(), "Stream.synchronize"); }
   void synchronizeDevice(c10::DeviceIndex) const override { wait_for_device("synchronize"); }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override {
