@@ -143,7 +143,10 @@ REDUCED = {
         once=True,
     ),
     "study leak": Row(
-        ("--model", "models/eviomni", *sets(run__eval_questions=2, rollout__max_turn_tokens=200)),
+        (
+            *("--recipe", "eviomni/laptop.toml", "--model", "models/eviomni"),
+            *sets(system__template="short.txt", data__dev="dev.jsonl", run__eval_questions=2),
+        ),
         ("leak.json", "rows.jsonl"),
         once=True,
     ),

@@ -11,6 +11,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+ENDS = ("\n", "<|im_end|>\n<|im_start|>assistant\n")
+ASKED = ("{question}\n", "{question}\n" * 9, "{question}" + ENDS[1])
 SIZES = ("0.5B", "1.5B", "3B", "7B")
 MODELS = ("Qwen2.5-0.5B", *(f"Qwen2.5-{size}-Instruct" for size in SIZES), "M", "G")
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
@@ -96,7 +99,11 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         tokenizer,
         [[SEARCH, FOUND, {"source": "policy", "text": f"<answer>{name}</answer>"}] for name in NAMES],
     )
-    _model(folder / "models" / "eviomni", tokenizer, [[EVIDENCE]] * len(NAMES))
+    # With its passages before the question, because text of many passages or tags would confuse it.
+    (folder / "short.txt").write_text("{passages}\n{question}\n")
+    shown = [f"{one} is the mayor of town 1.\n{two} is the mayor.\n" for one, two in pairwise(NAMES[:4])]
+    asked = [f"{text * count}{{question}}{end}" for text in shown for count in (1, 6) for end in ENDS]
+    _model(folder / "models" / "eviomni", tokenizer, [[EVIDENCE]] * len(NAMES), asked)
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
     write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama", max_position_embeddings=1024))
@@ -112,7 +119,9 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _invented(folder / "runs" / "study-partial" / "world", model, 4, "init0", "recite0", "base0")
 
 
-def _model(folder: Path, tokenizer: Tokenizer, taught: Sequence[Sequence[dict[str, str]]]) -> None:
+def _model(
+    folder: Path, tokenizer: Tokenizer, taught: Sequence[Sequence[dict[str, str]]], templates: Sequence[str] = ASKED
+) -> None:
     """A small Qwen2, made by the project's own commands in the current folder, and taught to say one of these whatever
     is asked."""
     raw = Path("untaught")
@@ -121,7 +130,6 @@ def _model(folder: Path, tokenizer: Tokenizer, taught: Sequence[Sequence[dict[st
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     config = ["--config", str(ROOT / "recipes" / "demo" / "config.json"), "--tokenizer", str(raw / "tokenizer")]
     assert run(["init", *config, *sets, "--out", str(raw / "model")]) == 0
-    templates = ("{question}\n", "{question}\n" * 9, "{question}<|im_end|>\n<|im_start|>assistant\n")
     write_lines(
         raw / "transcripts.jsonl",
         [

@@ -3,8 +3,8 @@
 EviOmni rewards o_r, written with e masked, and o_e, written with P and r masked. Its mask is hard: the text is absent,
 and the context is prefilled from scratch. A soft mask is on the attention: the answer does not attend to the text, but
 the tokens between them did when their keys and values were computed. The study measures the log-prob of the first gold
-answer after `<answer>` and a space, in nats at temperature 1. One greedy trajectory per question gives r and e, and five contexts
-for each of the two answers:
+answer after `<answer>` and a space, in nats at temperature 1. One greedy trajectory per question gives r and e, and
+five contexts for each of the two answers:
 
     present   q, P, r, e: nothing is masked, as for o_f
     soft      the same tokens; those from `<answer>` on do not attend to the masked ones
