@@ -260,7 +260,7 @@ class Updater:
         else:
             micro_batches = pack_shared(sequences, budget, self.device, self.attention, self.prefix_attention)
         lacking = self.weights.max_over_ranks(len(micro_batches)) - len(micro_batches)
-        return micro_batches + [idle_batch(self.device, self.attention)] * lacking
+        return micro_batches + [idle_batch(self.device, self.attention) for _ in range(lacking)]
 
     def _logprobs_of(
         self, model: Policy | StreamedPolicy, micro_batch: MicroBatch, temperature: float, checks: list[list[RowCheck]]
