@@ -199,7 +199,7 @@ RESULTS ?= runs/gpu-check
 define NEEDED
 import sys
 from importlib.util import find_spec
-needed = [name for name in ("torch", "numpy", "rich") if find_spec(name) is None]
+needed = [name for name in ("torch", "triton", "numpy", "rich") if find_spec(name) is None]
 if needed:
     sys.exit("gpu-check: %s lacks what the check itself needs: install %s there" % (sys.executable, ", ".join(needed)))
 endef

@@ -29,7 +29,6 @@ from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
 from thresher.common.machine import gpu
-from thresher.engine.planning.time import UPDATE_SHARES
 
 ROOT = Path(__file__).resolve().parent.parent
 FEWEST_SECONDS = 5.0  # with less time left, a part is not started
@@ -125,6 +124,8 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     """Return a line for each model: the share of the floor that ours reaches, and the peers' times / ours."""
+    from thresher.engine.planning.time import UPDATE_SHARES  # with much of the engine, which the check does not need
+
     lines = []
     for row in rows:
         ours = row["sides"]["ours"]
@@ -195,15 +196,21 @@ def parts() -> tuple[CheckPart, ...]:
     loss = ("loss", *cuda, "--vocab", str(COLUMNS), "--tokens", str(ROWS), "--density", "100")
     racecheck = ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1")
 
-    def measured(name: str, lines: Read, seconds: float, budget: int, *options: str) -> CheckPart:
+    def measured(
+        name: str, lines: Read, seconds: float, budget: int, *options: str, needs: tuple[str, ...] = ()
+    ) -> CheckPart:
         command = (*bench, *(loss if name == "loss" else (name, *cuda)), *options, "--budget", str(budget))
-        return CheckPart(name=name, command=(*command, "--out", "{out}"), seconds=seconds, rows=name, lines=lines)
+        command = (*command, "--out", "{out}")
+        return CheckPart(name=name, command=command, seconds=seconds, rows=name, lines=lines, needs=needs)
 
     alone = () if find_spec("transformers") else ("--peer", "none")
     smoke = (sys.executable, "-m", "thresher.bench.gpu_smoke", "{out}")
-    files = (*ignored, str(kernels), str(ROOT / DECODER_TESTS))
+    texts = ("tokenizers", "urllib3")  # for rollouts of texts, with their tools
+    training = (*texts, "safetensors")
+    of_decoder = (str(ROOT / DECODER_TESTS),) if find_spec("tokenizers") else ()
+    files = (*ignored, str(kernels), *of_decoder)
     return (
-        CheckPart("smoke", smoke, 65, rows="smoke", lines=smoke_lines),
+        CheckPart("smoke", smoke, 65, rows="smoke", lines=smoke_lines, needs=(*training, "jinja2")),
         CheckPart(
             name="tests",
             command=(*tests, "-m", "not slow", "--tb=short", *spread, *files),
@@ -221,8 +228,10 @@ def parts() -> tuple[CheckPart, ...]:
         measured("loss", loss_lines, 40, 20, "--hidden", "1536", "3584"),
         measured("attention", attention_lines, 42, 30, "--model", "0.5B", "7B", "--rounds", "10"),
         measured("decode", decode_lines, 30, 25, "--steps", "32"),
-        measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
-        measured("step", step_lines, 48, 20, "--shape", "0.5B", "--steps", "2", "--profile", "{out}.kernels"),
+        measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone, needs=texts),
+        measured(
+            "step", step_lines, 48, 20, "--shape", "0.5B", "--steps", "2", "--profile", "{out}.kernels", needs=training
+        ),
         CheckPart(
             name="racecheck",
             command=(*racecheck, *tests, *(str(kernels / test) for test in RACED)),

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from thresher.common.errors import UserError
@@ -221,6 +220,8 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
     """Load the files of `save_adapters` into the adapters of `policy`. UserError for absent or other adapters,
     ValueError for a policy without any."""
+    from safetensors import SafetensorError, safe_open
+
     settings, folder = _settings_of(policy), Path(folder)
     config = read_json_object(folder / CONFIG)
     for key, expected in (("r", settings.rank), ("lora_alpha", settings.alpha)):

@@ -21,9 +21,7 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from thresher.common.errors import UserError
 from thresher.common.files import (
@@ -36,6 +34,9 @@ from thresher.common.files import (
     refuse_other_folder,
 )
 from thresher.common.hashes import check_hashes
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TEMPLATE_SECONDS = 10.0  # CPU time limit of a chat template
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
@@ -279,6 +280,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     `special_tokens`, which get the last ids. Any text decodes to its NFC form. ValueError for sizes or special tokens
     that do not fit.
     """
+    import tokenizers
+
     specials = list(special_tokens)
     if len(set(specials)) < len(specials) or "" in specials:
         raise ValueError(f"special tokens must be different and not empty, got {specials}")
@@ -385,7 +388,9 @@ def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: st
     return {**data, "model": model, "added_tokens": [], "post_processor": None}
 
 
-def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
+def _build(tokenizer_json: str, where: str) -> "tokenizers.Tokenizer":
+    import tokenizers
+
     try:
         with panics_refused([], where):
             built = tokenizers.Tokenizer.from_str(tokenizer_json)

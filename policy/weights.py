@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from thresher.common.errors import UserError
 from thresher.common.files import (
@@ -167,6 +165,9 @@ def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write `tensors`, on the CPU and contiguous, as a safetensors file with the mode that the umask gives."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -314,6 +315,8 @@ def _check_copies(entries: Mapping[str, _Entry], opened: Mapping[Path, Any], opt
 
 
 def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

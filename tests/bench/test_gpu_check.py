@@ -275,6 +275,39 @@ def test_its_commands_are_commands(
     assert "--device cuda: torch" in capsys.readouterr().err
 
 
+HIDDEN = """
+import sys
+from importlib import import_module
+
+from thresher.bench.gpu_check import parts
+from thresher.cli.main import run
+
+names = "tokenizers safetensors jinja2 urllib3 bm25s matplotlib transformers trl datasets triton"
+hidden = dict.fromkeys(names.split())
+sys.modules.update(hidden)
+print(run(["bench", "gpu-check", "--out", sys.argv[1]]), flush=True)
+for part in sorted(parts(), key=lambda part: len(part.needs)):
+    for name in part.needs:
+        if name in hidden:
+            sys.modules.pop(name, None)
+    if part.rows == "smoke":
+        import_module("thresher.bench.gpu_smoke")
+    elif "thresher.cli" in part.command:
+        print(part.name, run([word for word in part.command[3:] if word not in ("--out", "{out}")]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_part_needs_only_the_packages_that_it_names(tmp_path: Path) -> None:
+    """Without the others, check and parts run until they find that there is no GPU."""
+    command, hide = [*PYTHON, HIDDEN, str(tmp_path)], {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | hide, capture_output=True, text=True, timeout=200)
+    ends = ["2", *(f"{name} 2" for name in ("tuning", "loss", "attention", "decode", "rollout", "step"))]
+    assert done.stdout.splitlines() == ends, done.stdout + done.stderr
+    assert done.stderr.count("sees no CUDA device") == len(ends)
+    assert named_parts(["rollout"])[0].needs == ("tokenizers", "urllib3")
+
+
 SPREAD = {"p20": 1.0, "p50": 1.5, "p80": 2.0}
 LOSS = {"ours": {"share": {"nominal": 0.6, "measured": 0.7}}}
 DECODE = {
