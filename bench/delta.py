@@ -13,7 +13,7 @@ cannot run gets a reason in place of figures.
 Axes: T tokens, B sequences, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from inspect import unwrap
@@ -67,7 +67,7 @@ class DeltaBench:
 
 
 def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[str, Any]:
-    """Measure, print a table, append a row to `out`; return the row."""
+    """Measure, print a table, append a row of ours and then one of all sides to `out`; return the last row."""
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
     check_files(out, None)
@@ -75,8 +75,18 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
     truth = _both_passes(partial(_recurrence, bench), tuple(x.double() for x in tensors), weights)
     runs: dict[str, Run] = {"ours": partial(_ours, bench)}
     failed: dict[str, str] = {}
-    for name in ("transformers", "fla") if bench.peer == "both" else (bench.peer,):
-        if name != "none":
+    rate = measure_rates(device).flops_per_s
+
+    def measured() -> dict[str, Any]:
+        row = {"bench": "delta", **facts(("transformers", "flash-linear-attention")), **asdict(bench)}
+        row |= {"device": device.type, "dtype": dtype_name(dtype), "failed": failed, "floor_ms": _floor_ms(bench, rate)}
+        row |= {"sides": _sides(bench, runs, tensors, weights, truth)}
+        append_rows(out, row)
+        return row
+
+    row = measured()
+    if bench.peer != "none":  # one that ends the process does not lose the row of ours
+        for name in ("transformers", "fla") if bench.peer == "both" else (bench.peer,):
             try:
                 run = _peer(name, bench, device)
                 _both_passes(run, tensors, weights)
@@ -84,7 +94,18 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
                 failed[name] = reason_of(error)
             else:
                 runs[name] = run
+        row = measured()
+    _show(row)
+    print_files(out)
+    return row
+
+
+def _sides(
+    bench: DeltaBench, runs: Mapping[str, Run], tensors: Tensors, weights: Tensors, truth: Sequence[Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Return error, memory and times of each side."""
     sides: dict[str, dict[str, Any]] = {}
+    device = tensors[0].device
     for name, run in runs.items():
         call = partial(_both_passes, run, tensors, weights)
         errors = [_error(x, y) for x, y in zip(call(), truth, strict=True)]
@@ -94,16 +115,13 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
         times = dict(zip(runs, in_turn(calls, bench.rounds + 1, device, lambda: None), strict=True))
         for name, found in times.items():
             sides[name] |= {f"{part}_ms": spread(found[1:]), f"{part}_ratio": ratios(found[1:], times["ours"][1:])}
-    heads = (bench.value_heads, bench.dim, bench.dim)
-    flops = bench.sequences * bench.length * delta_flops_of(*heads)
-    rate = measure_rates(device).flops_per_s
-    row = {"bench": "delta", **facts(("transformers", "flash-linear-attention")), **asdict(bench)}
-    row |= {"device": device.type, "dtype": dtype_name(dtype), "sides": sides, "failed": failed}
-    row |= {"floor_ms": {"forward": 1e3 * flops / rate, "step": 3e3 * flops / rate}}
-    _show(row)
-    append_rows(out, row)
-    print_files(out)
-    return row
+    return sides
+
+
+def _floor_ms(bench: DeltaBench, flops_per_s: float) -> dict[str, float]:
+    tokens = bench.sequences * bench.length
+    forward = 1e3 * tokens * delta_flops_of(bench.value_heads, bench.dim, bench.dim) / flops_per_s
+    return {"forward": forward, "step": 3 * forward}
 
 
 def failure(row: dict[str, Any]) -> str | None:

@@ -1,7 +1,8 @@
 """`thresher bench gpu-check` (`make gpu-check`): all checks that need a GPU, in eight minutes, as one table.
 
 A part is a command in its own process with its own limit: a failure, or a kernel that hangs, affects only that part.
-Benches append their rows while they measure, so the rows of an interrupted part are kept. Tuning comes before the
+Benches append their rows while they measure, so the rows of an interrupted part are kept. rollout and step append a row
+of ours before a peer is loaded; later rows replace it in the table. Tuning comes before the
 benches: it compiles every candidate, and the others use its result. On an H100 with 16 cores all parts together should
 take three and a half minutes; the limits are for slower machines.
 
@@ -157,9 +158,11 @@ def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Return a line for each shape and peer."""
-    lines = []
+    """Return a line for each shape and peer; for a shape without rows of peers, one of ours."""
+    lines, beside = [], {(row["shape"], row["tokens"]) for row in rows if row["peer"] is not None}
     for row in rows:
+        if row["peer"] is None and (row["shape"], row["tokens"]) in beside:
+            continue  # ours, from before the peers ran
         what, measured = f"rollout {row['shape']}, {row['tokens']} tokens", row["ours_tokens_per_s"]["p50"]
         target = "3x generate_batch" if row["peer"] == "generate_batch" else "-"
         peer = f"{row['peer']} {row['ratio']['p50']:.2f}x" if row["ratio"] else row.get("peer_failure") or "-"
@@ -168,10 +171,10 @@ def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Return a shape's lines. They have tokens per second of a step compared with the peer, the gain by shared
-    prefixes, and the share of the update in which the GPU is busy."""
+    """Return the lines of each shape's last row. They have tokens per second of a step compared with the peer, the gain
+    by shared prefixes, and the share of the update in which the GPU is busy."""
     lines = []
-    for row in rows:
+    for row in {row["shape"]: row for row in rows}.values():
         measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
         peer = row.get("peer_failure") or "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
         lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))

@@ -3,7 +3,7 @@
 For every shape: make the model and the texts; compare the log-probs that our side recorded with a forward of our own
 over the finished sequences and with one of the peer's model; measure the machine's bare rates; then time the sides in
 turn. A row compares one peer with ours; a peer that cannot run gets a reason in place of figures. The shape `tail` is
-measured without peers (rollout_tail.py).
+measured without peers (rollout_tail.py). A row with one round of ours is appended before a peer is loaded.
 
     ours_tokens_per_s    sampled tokens / wall seconds; likewise for the peer
     ratio, cpu_ratio     the peer's seconds / ours, of neighbouring rounds: wall, CPU of all threads
@@ -23,8 +23,9 @@ counted.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,7 +159,7 @@ def run_rollout_bench(
     rows: list[dict[str, Any]] = []
     with use_threads(bench.threads or torch.get_num_threads()):
         for shape in [shape for name in bench.shapes for shape in ROLLOUT_SHAPES[name]]:
-            made = measure(bench, shape) if shape.name != TAIL else _measure_tail(bench, shape)
+            made = (measure if shape.name != TAIL else _measure_tail)(bench, shape, partial(append_rows, out))
             append_rows(out, *made)
             rows += made
     beside, unequal = ([row for row in rows if (row["shape"] == TAIL) == of] for of in (False, True))
@@ -174,19 +175,27 @@ def run_rollout_bench(
     return rows
 
 
-def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
-    """Measure one shape; return one row per peer, or a single one without peers."""
+def measure(bench: RolloutBench, shape: RolloutShape, keep: Callable[..., None]) -> list[dict[str, Any]]:
+    """Measure one shape; return one row per peer, or a single one without peers. keep: appends a row of ours before the
+    peers run."""
     begun, budget = time.monotonic(), bench.budget / len(ROLLOUT_SHAPES[shape.name])
     head = {"bench": "rollout", **facts(("transformers",))}
     setting = make_rollout_setting(shape, torch.device(bench.device))
     ours = make_ours(setting)
-    found = Rounds()
-    peers, model = _peers(setting, PEERS[bench.peer], found)
+    found, alone = Rounds(), Rounds()
     first = ours.run()  # also warms up
+    gaps = prove(setting, first.written)
+    floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
+    head |= {"shape": shape.name, "tokens": shape.sampled, "ours": ours.name, "lengths": shape.record()}
+    head |= {"floor": floor}
+    if PEERS[bench.peer]:
+        take_turns(ours, [], 1, begun, alone)
+        row = head | {"rounds": 1, "logprob_gap": gaps} | _beside(shape, alone.ours, [], floor["seconds"])
+        keep(row | {"peer": None})
+    peers, model = _peers(setting, PEERS[bench.peer], found)
     try:
-        gaps = prove(setting, first.written, None if model is None else model.logits)
-    except Exception as error:  # a peer's library may raise anything; an error of ours is raised again
-        gaps = prove(setting, first.written)
+        gaps |= {} if model is None else compare({"peer": model.logits}, first.written, setting, LARGEST_GAP)
+    except Exception as error:  # a peer's library may raise anything
         for peer in peers:
             found.fail(peer.name, error)
         peers, model = [], None
@@ -201,10 +210,8 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
             ready.append(peer)
         except Exception as error:  # a peer's library may raise anything
             found.fail(peer.name, error)
-    floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
     take_turns(ours, ready, bench.rounds, begun + budget, found)
-    head |= {"shape": shape.name, "tokens": shape.sampled, "ours": ours.name, "rounds": len(found.ours)}
-    head |= {"logprob_gap": gaps, "floor": floor, "lengths": shape.record()}
+    head |= {"rounds": len(found.ours), "logprob_gap": gaps}
     if not PEERS[bench.peer]:
         return [head | _beside(shape, found.ours, [], floor["seconds"]) | {"peer": None}]
     calls = {peer.name: peer.samples_a_call for peer in ready}
@@ -216,10 +223,10 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
     ]
 
 
-def _measure_tail(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
+def _measure_tail(bench: RolloutBench, shape: RolloutShape, keep: Callable[..., None]) -> list[dict[str, Any]]:
     deadline = time.monotonic() + bench.budget / len(ROLLOUT_SHAPES[shape.name])
     setting = make_rollout_setting(shape, torch.device(bench.device))
-    return measure_tail(setting, bench.rounds, deadline, lambda written: prove(setting, written))
+    return measure_tail(setting, bench.rounds, deadline, lambda written: prove(setting, written), keep)
 
 
 def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tuple[list[Any], Any]:
@@ -235,7 +242,6 @@ def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tupl
     return [HuggingFaceSide(setting, model, name) for name in names], model
 
 
-@torch.no_grad()
 def prove(
     setting: RolloutSetting,
     written: Sequence[Written],
@@ -248,7 +254,14 @@ def prove(
     them is; RuntimeError if one exceeds `limit`.
     """
     models: dict[str, LogitsOf] = {"recomputed": lambda ids: setting.policy.logits(torch.tensor(ids))}
-    models |= {} if theirs is None else {"peer": theirs}
+    return compare(models | ({} if theirs is None else {"peer": theirs}), written, setting, limit)
+
+
+@torch.no_grad()
+def compare(
+    models: Mapping[str, LogitsOf], written: Sequence[Written], setting: RolloutSetting, limit: float
+) -> dict[str, float]:
+    """Return each model's largest difference from log-probs recorded while sampling, as `prove` does."""
     some, vocab = written[:: max(1, len(written) // PROVED)], setting.tokenizer.vocab_size
     gaps = {
         name: float(torch.stack([gap_of(logits_of(one.ids), one, vocab) for one in some]).max())

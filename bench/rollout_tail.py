@@ -191,12 +191,16 @@ def fit_seconds(rows: Sequence[Floats]) -> Floats:
 
 
 def measure_tail(
-    setting: RolloutSetting, rounds: int, deadline: float, prove: Callable[[Sequence[Written]], Any]
+    setting: RolloutSetting,
+    rounds: int,
+    deadline: float,
+    prove: Callable[[Sequence[Written]], Any],
+    keep: Callable[..., None],
 ) -> list[dict[str, Any]]:
     """Measure a shape; return two rows for each of `FACTORS`, without and with a stale cache.
 
     rounds: at most, and at least one; none starts after `deadline` (time.monotonic). prove: raises an error if recorded
-    log-probs are not the model's.
+    log-probs are not the model's. keep: gets the rows of each round but the last, which those of later rounds replace.
     """
     partial = [Way(factor, stale) for stale in (False, True) for factor in FACTORS]
     if setting.policy.device.type == "cpu":  # on a GPU, a step is launched before the last one is read
@@ -206,14 +210,20 @@ def measure_tail(
     sides = [WHOLE, *partial]
     side, runs = TailSide(setting), dict[Way, list[Played]]((way, []) for way in sides)
     for first in range(rounds):
-        if first and time.monotonic() > deadline:
-            break
+        if first:
+            if time.monotonic() > deadline:
+                break
+            keep(*_rows(side, partial, runs))
         for place in range(len(sides)):
             way = sides[(first + place) % len(sides)]
             gc.collect()
             runs[way].append(side.play(way))
             if not first:
                 prove([Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in side.last])
+    return _rows(side, partial, runs)
+
+
+def _rows(side: TailSide, partial: Sequence[Way], runs: dict[Way, list[Played]]) -> list[dict[str, Any]]:
     fitted = fit_seconds([row for played in runs.values() for one in played for row in one.stretches])
     return [_row(side, way, runs, fitted) for way in partial]
 

@@ -6,6 +6,9 @@ optimiser (settings.py). Their steps alternate in one process, so they also have
 log-probs recorded while sampling must agree with a forward over the whole sequences, and with the peer's. If a shape
 has several ways for TRL to compute an update, each takes one step first, and the fastest is used.
 
+A run appends up to three rows, of which the last counts: one step of ours, before TRL is imported; all sides; the same
+row with the profile. So a peer that hangs or ends the process loses no row of ours.
+
     rollout       sampling all completions (TRL: `_generate`, see step_trl.py)
     update        the rest of the step: rewards, advantages, reference, forward, backward, clip, optimiser
     tokens        of a step's trajectories, prompts and passages included, each counted for every sample
@@ -19,7 +22,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,8 +44,8 @@ from thresher.bench.harness import (
     spread_text,
     wait,
 )
-from thresher.bench.rollout import LogitsOf, prove
-from thresher.bench.rollout_sides import RolloutSide
+from thresher.bench.rollout import LogitsOf, compare, prove
+from thresher.bench.rollout_sides import RolloutSide, Written
 from thresher.bench.settings import (
     PeerWay,
     Seconds,
@@ -54,7 +57,6 @@ from thresher.bench.settings import (
 )
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
-from thresher.common.machine import checkout
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import build_train_sequences, grpo_advantages
@@ -67,6 +69,7 @@ from thresher.policy.model import Policy
 WARMUP = 1  # untimed rounds
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats
 SIDES = ("shared", "unshared", "peer")
+NOT_YET = "not measured yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +92,9 @@ class StepBench:
 
 @dataclass(slots=True)
 class Steps:
-    """The timed steps of each of SIDES, and the parts of our rollouts' time."""
+    """The timed steps of each of SIDES, and the parts of our rollouts' time. gaps: largest differences of log-probs."""
 
+    gaps: dict[str, float] = field(default_factory=dict)
     of: dict[str, list[Seconds]] = field(default_factory=lambda: {side: [] for side in SIDES})
     parts: list[dict[str, float]] = field(default_factory=list)
     asked: int = 0
@@ -99,13 +103,24 @@ class Steps:
     tried: list[dict[str, Any]] = field(default_factory=list)
     peer_failure: str | None = None
 
+    def drop(self) -> bool:
+        """Drop the warm-up and an unfinished round; return whether a round is left."""
+        done = min(len(taken) for taken in self.of.values() if taken) if any(self.of.values()) else 0
+        every: list[list[Any]] = [*self.of.values(), self.parts]
+        for taken in every:
+            taken[:] = taken[WARMUP:done]
+        return done > WARMUP
+
+
+Keep = Callable[[Steps], dict[str, Any]]  # appends a row, and returns it
+
 
 class Ours:
     """A policy with the engine's own rollout and two updaters, one of which shares prefixes.
 
     Each step samples its own trajectories, and all steps train the same weights in sequence. A reward from ids replaces
     that of a system. parts: seconds of decoding, prefill and the host in the last rollout. asked, computed: tokens of
-    the last update, without sharing and as they went through the model.
+    the last update, without sharing and as they went through the model. written: samples of the first weights.
     """
 
     def __init__(self, setting: StepSetting) -> None:
@@ -128,6 +143,7 @@ class Ours:
         self.updaters[False].optimizer = self.updaters[True].optimizer  # one set of moments
         self.steps = self.asked = self.computed = 0
         self.parts: dict[str, float] = {}
+        self.written: Sequence[Written] = ()
 
     @property
     def policy(self) -> Policy:
@@ -177,27 +193,30 @@ def _trained(policy: Policy, lora: int | None, referred: bool) -> tuple[MasterWe
 
 
 def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | Path | None = None) -> dict[str, Any]:
-    """Verify, time, print a table, append a row to `out`, draw all rows of `out`; return the row.
+    """Verify, time, print a table, append the rows to `out` as they are made, draw all rows of `out`; return the last.
 
-    `out` None: bench/results/step-cpu.jsonl of the checkout, step-gpu.jsonl on CUDA, nothing without a checkout. peer
-    "trl" falls back to "none", with a message, if TRL is not available.
+    peer "trl" falls back to "none", with a message, if TRL is not available.
     """
     resolve_device(bench.device)
-    shape, root = shape_of_family(bench.shape, bench.family), checkout()
+    shape = shape_of_family(bench.shape, bench.family)
     if shape.model is not None and bench.device != "cuda":
         raise UserError(f"--shape {bench.shape}: its model is for a GPU; give --device cuda")
-    if out is None and root is not None:
-        out = root / "bench" / "results" / f"step-{'cpu' if bench.device == 'cpu' else 'gpu'}.jsonl"
     check_files(out, plot, bench.profile)
     begun = time.monotonic()
     setting = make_step_setting(shape, torch.device(bench.device), bench.model)
     with use_threads(bench.threads or threads_for("auto", setting.rollout.policy.config)):
         ours = Ours(setting)
-        gaps, steps = _measure(bench, ours, _peer(bench.peer, shape), begun + bench.budget)
-        row = make_row(ours, steps, gaps, facts(("trl", "transformers")))
-        row["update_profile"] = None if bench.profile is None else ours.profile_update(bench.profile)
+
+        def keep(steps: Steps) -> dict[str, Any]:
+            row = make_row(ours, steps, facts(("trl", "transformers")))
+            append_rows(out, row)
+            return row
+
+        row = _measure(bench, ours, _peer(bench.peer, shape), begun + bench.budget, keep)
+        if bench.profile is not None:
+            row |= {"update_profile": ours.profile_update(bench.profile)}
+            append_rows(out, row)
     show(row)
-    append_rows(out, row)
     if plot is not None:
         from thresher.bench.plots import draw_step
 
@@ -217,25 +236,38 @@ def _peer(peer: str, shape: StepShape) -> str:
     return peer
 
 
-def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
-    """Measure ours and the peer; if the peer fails, ours alone, with the reason in `peer_failure`."""
+def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float, keep: Keep) -> dict[str, Any]:
+    """Keep a step of ours, then measure ours and the peer; if the peer fails, ours alone, with the reason in
+    `peer_failure`. Return the last row."""
+    gaps = prove_ours(ours)
     if peer == "none":
-        return _take_turns(bench, ours, peer, deadline)
+        return _take_turns(bench, ours, peer, deadline, keep, Steps(gaps))
+    _take_turns(replace(bench, steps=1), ours, "none", deadline, keep, Steps(gaps, peer_failure=NOT_YET))
     try:
-        return _take_turns(bench, ours, peer, deadline)
+        return _take_turns(bench, ours, peer, deadline, keep, Steps(gaps))
     except Exception as error:  # a peer's library may raise anything; an error of ours is raised again below
         failure = reason_of(error)
     gc.collect()  # a trainer's weights and moments are in reference cycles
     if ours.setting.device.type == "cuda":
         torch.cuda.empty_cache()
     console.print(f"TRL fails, so ours is measured alone: {failure}", soft_wrap=True)
-    gaps, steps = _take_turns(bench, ours, "none", deadline)
-    steps.peer_failure = failure
-    return gaps, steps
+    return _take_turns(bench, ours, "none", deadline, keep, Steps(gaps, peer_failure=failure))
 
 
-def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
-    steps, longest, last = Steps(), 0.0, time.monotonic()
+def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float, keep: Keep, steps: Steps) -> dict[str, Any]:
+    """Time rounds into `steps`, and keep them, also if they are interrupted."""
+    try:
+        _play(bench, ours, peer, deadline, steps)
+    except KeyboardInterrupt:
+        if steps.drop():
+            keep(steps)
+        raise
+    steps.drop()
+    return keep(steps)
+
+
+def _play(bench: StepBench, ours: Ours, peer: str, deadline: float, steps: Steps) -> None:
+    longest, last = 0.0, time.monotonic()
 
     def our_round(theirs: Seconds | None) -> bool:
         """Time both of ours after a step of the peer's; return False to end the run."""
@@ -259,29 +291,31 @@ def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tup
         with tempfile.TemporaryDirectory() as scratch:
             steps.way, steps.tried = quickest_way(ours.setting, Path(scratch))
             theirs = Theirs(ours.setting, Path(scratch), WARMUP + bench.steps, steps.way)
-            gaps = prove_ours(ours, theirs.logits)
+            steps.gaps = steps.gaps | prove_theirs(ours, theirs.logits)
             last = time.monotonic()
             theirs.run(our_round)
     else:
-        gaps = prove_ours(ours)
-        last = time.monotonic()
         while our_round(None):
             pass
-    warm: list[list[Any]] = [*steps.of.values(), steps.parts]
-    for taken in warm:
-        del taken[:WARMUP]
-    return gaps, steps
 
 
-def prove_ours(ours: Ours, theirs: LogitsOf | None = None) -> dict[str, float]:
-    """Sample once, compare the recorded log-probs with our model and the peer's (`prove`), and print the gaps."""
-    gaps = prove(ours.side.setting, ours.side.run().written, theirs, LARGEST_GAP[ours.policy.dtype])
+def prove_ours(ours: Ours) -> dict[str, float]:
+    """Sample once, compare the recorded log-probs with our model (`prove`), and print the gap."""
+    ours.written = ours.side.run().written
+    gaps = prove(ours.side.setting, ours.written, limit=LARGEST_GAP[ours.policy.dtype])
     said = f"sampled log-probs agree with a forward over whole sequences to {gaps['recomputed']:.1e} nats"
-    console.print(said + (f", with TRL's model to {gaps['peer']:.1e}" if "peer" in gaps else ""), soft_wrap=True)
+    console.print(said, soft_wrap=True)
     return gaps
 
 
-def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
+def prove_theirs(ours: Ours, theirs: LogitsOf) -> dict[str, float]:
+    """Compare the samples of `prove_ours` with the peer's model, which has our first weights, and print the gap."""
+    gaps = compare({"peer": theirs}, ours.written, ours.side.setting, LARGEST_GAP[ours.policy.dtype])
+    console.print(f"they agree with TRL's model to {gaps['peer']:.1e}", soft_wrap=True)
+    return gaps
+
+
+def make_row(ours: Ours, steps: Steps, head: dict[str, Any]) -> dict[str, Any]:
     """Return a run's row. Its ratios are the medians over neighbouring steps' wall seconds; `ratio` and `cpu_ratio`
     have their spread, None without a peer."""
     setting, shape, config = ours.setting, ours.setting.shape, ours.setting.rollout.policy.config
@@ -314,7 +348,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
         "ratio": wall,
         "cpu_ratio": {part: by_ours("peer", f"{part}_cpu") for part in wall},
         "shared_gains": {"wall": gain, "cpu": cpu_gain},
-        "logprob_gap": gaps,
+        "logprob_gap": steps.gaps,
         "peer_way": None if steps.way is None else asdict(steps.way),
         "peer_ways_tried": steps.tried,
         "peer_failure": steps.peer_failure,
@@ -329,6 +363,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
             "weights": None if folder is None else folder.name,
             "family": config.model_type,
         },
+        "update_profile": None,
     }
 
 

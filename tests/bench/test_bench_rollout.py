@@ -246,7 +246,8 @@ def test_every_shape_from_the_command_line(tmp_path: Path, monkeypatch: pytest.M
     words = ["--rounds", "2", "--threads", "1", "--out", str(out), "--plot", str(picture)]
     assert run(["bench", "rollout", "--shape", "rag", "demo", *words]) == 0
     assert picture.read_bytes()[:4] == b"\x89PNG" and torch.get_num_threads() == threads
-    first, second, third, failed = rows_of(out)
+    alone, first, second, ours, third, failed = rows_of(out)
+    assert alone["peer"] is ours["peer"] is None and alone["ours_s"]["p50"] > 0, "written before the peers run"
     assert [(row["shape"], row["peer"]) for row in (first, second, third, failed)] == [
         (shape, peer) for shape in ("rag", "demo") for peer in PEERS["both"]
     ]

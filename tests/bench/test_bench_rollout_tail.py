@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,9 @@ def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: p
         return played
 
     monkeypatch.setattr(TailSide, "play", timed)
-    rows = measure_tail(setting, 2, float("inf"), proved.extend)
+    kept: list[Any] = []
+    rows = measure_tail(setting, 2, float("inf"), proved.extend, lambda *rows: kept.extend(rows))
+    assert [row["rounds"] for row in kept] == [1] * 4, "rows of the first round"
     assert [(row["in_flight"], row["stale_cache"]) for row in rows] == [(4, False), (6, False), (4, True), (6, True)]
     assert {len(one.positions) for one in proved} <= set(TailSide(setting).lengths)
     for row, factor in zip(rows, FACTORS * 2, strict=True):

@@ -1,12 +1,14 @@
 """Test `thresher bench step` at small sizes: that it runs, its refusals, and its rows, but not its figures."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +17,18 @@ import torch
 from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
 from thresher.bench.settings import STEP_SHAPES, PeerWay, Seconds, Sizes, StepShape, make_step_setting
-from thresher.bench.step import LARGEST_GAP, Ours, StepBench, Steps, make_row, prove_ours, rows_of_steps, run_step_bench
+from thresher.bench.step import (
+    LARGEST_GAP,
+    NOT_YET,
+    Ours,
+    StepBench,
+    Steps,
+    make_row,
+    prove_ours,
+    prove_theirs,
+    rows_of_steps,
+    run_step_bench,
+)
 from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
@@ -68,8 +81,9 @@ def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: N
     assert plot.read_bytes().startswith(b"\x89PNG")
     title, first, *others = profile.read_text(encoding="utf-8").splitlines()
     assert title == f"an update, {name}" and " us " in first and any(" aten::mm" in line for line in (first, *others))
-    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    first, row = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert row["update_profile"]["kernels"] > 100 and row["update_profile"]["busy_s"] > 0
+    assert first == row | {"update_profile": None}, "it was written before the profile"
     shape = SMALL[name]
     assert (row["bench"], row["shape"], row["steps"], row["threads"]) == ("step", name, 2, 1)
     assert row["tokens"] == 6 * shape.lengths.longest and row["sampled_tokens"] == 6 * shape.peer_completion
@@ -125,15 +139,15 @@ def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
 def test_a_row_has_the_others_seconds_by_ours_and_a_wrong_model_is_not_timed() -> None:
     ours = Ours(make_step_setting(SMALL["demo"]))
     seconds = {"shared": (1, 2, 1, 2), "unshared": (1, 4, 1, 4), "peer": (2, 10, 2, 10)}
-    steps = Steps({side: [Seconds(*spent)] for side, spent in seconds.items()}, [{"host": 0.0}])
-    row = make_row(ours, steps, {}, {})
+    steps = Steps({}, {side: [Seconds(*spent)] for side, spent in seconds.items()}, [{"host": 0.0}])
+    row = make_row(ours, steps, {})
     assert (row["ratio_step"], row["ratio_update"], row["ratio_rollout"], row["shared_gain"]) == (5, 8, 2, 3)
-    gaps = prove_ours(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
+    gaps = prove_ours(ours) | prove_theirs(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
     assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
     with pytest.raises(RuntimeError, match="wrong results are not timed"):
-        prove_ours(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
+        prove_theirs(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
     with pytest.raises(RuntimeError, match="wrong results are not timed"):  # NaN is above every bound
-        prove_ours(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
+        prove_theirs(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
 
 
 def test_the_command_names_the_shapes() -> None:
@@ -150,12 +164,15 @@ def test_a_vocabulary_without_a_text_decodes_every_id_and_encodes_none_of_the_re
 
 
 def test_what_cannot_be_measured_is_said(
-    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=r"--shape 0\.5B: its model is for a GPU; give --device cuda"):
         run_step_bench(StepBench(shape="0.5B"))
+    appended: list[Any] = []
+    monkeypatch.setattr(step_module, "append_rows", lambda path, *rows: appended.append(path))
     monkeypatch.setattr(step_module, "find_spec", lambda name: None)
-    assert run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")["peer"] is None
+    assert run_step_bench(StepBench(steps=1))["peer"] is None
+    assert appended == [None], "without --out there is no file"
     said = capsys.readouterr().out
     assert 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in said
 
@@ -169,6 +186,87 @@ def test_a_peer_that_fails_leaves_its_reason_and_our_figures(
     row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
     assert row["peer_failure"].startswith("ModuleNotFoundError: import of thresher.bench.step_trl halted")
     assert row["peer"] is None and row["steps"] == 1 and row["shared"]["tokens_per_s"]["p50"] > 0
+
+
+def test_a_peer_that_ends_the_process_loses_no_row(
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Ending(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise SystemExit(9)
+
+    monkeypatch.setattr(step_module, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "thresher.bench.step_trl", Ending("step_trl"))
+    with pytest.raises(SystemExit):
+        run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
+    (row,) = rows_of_steps(tmp_path / "rows.jsonl")
+    assert row["peer_failure"] == NOT_YET and row["steps"] == 1 and row["shared"]["tokens_per_s"]["p50"] > 0
+
+
+def test_an_interrupted_run_keeps_its_finished_rounds(
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The fourth round, of which one is to warm up, is interrupted between its two steps."""
+    taken, right = iter(range(100)), Ours.step
+
+    def step(self: Ours, share_prefix: bool) -> Seconds:
+        if next(taken) == 7:
+            raise KeyboardInterrupt
+        return right(self, share_prefix)
+
+    monkeypatch.setattr(Ours, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        run_step_bench(StepBench(steps=5, peer="none"), tmp_path / "rows.jsonl")
+    (row,) = rows_of_steps(tmp_path / "rows.jsonl")
+    assert row["steps"] == 2
+
+
+ENDING = """
+import os, sys
+from dataclasses import replace
+from types import ModuleType
+
+from thresher.bench import delta, rollout, step
+from thresher.bench.harness import read_rows
+from thresher.bench.settings import ROLLOUT_SHAPES, STEP_SHAPES, Sizes
+
+class Ending(ModuleType):
+    def __getattr__(self, name):
+        os._exit(9)
+
+def end(*given):
+    os._exit(9)
+
+sizes = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600)
+small = replace(ROLLOUT_SHAPES["demo"][0], sizes=sizes, questions=2, group=2, turns=(5,))
+ROLLOUT_SHAPES["demo"], STEP_SHAPES["demo"] = (small,), replace(STEP_SHAPES["demo"], lengths=small)
+sys.modules["thresher.bench.step_trl"] = Ending("step_trl")
+step.find_spec = rollout.find_spec = lambda name: True
+rollout.HuggingFace = delta._peer = end
+heads = {"key_heads": 1, "value_heads": 1, "dim": 4}
+benches = (
+    lambda out: step.run_step_bench(step.StepBench(steps=1), out),
+    lambda out: rollout.run_rollout_bench(rollout.RolloutBench(shapes=("demo",)), out),
+    lambda out: delta.run_delta_bench(delta.DeltaBench(sequences=1, length=8, device="cpu", **heads), out),
+)
+for number, run in enumerate(benches):
+    out = f"{sys.argv[1]}/{number}.jsonl"
+    child = os.fork()
+    if child == 0:
+        run(out)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print("ended", os.waitstatus_to_exitcode(status), [row["bench"] for row in read_rows(out)], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_no_bench_loses_its_row_to_a_peer_that_ends_the_process(tmp_path: Path) -> None:
+    hide = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | hide, capture_output=True, text=True, timeout=200)
+    said = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert said == [f"ended 9 ['{name}']" for name in ("step", "rollout", "delta")], done.stdout + done.stderr
 
 
 def test_a_published_model_takes_the_place_of_random_weights(
@@ -207,7 +305,7 @@ def test_the_quickest_way_of_trl_is_the_peer(monkeypatch: pytest.MonkeyPatch, tm
     assert row["logprob_gap"]["peer"] <= LARGEST_GAP[FLOAT] and row["lengths"]["weights"] is None
 
 
-def test_make_appends_where_the_command_does() -> None:
+def test_make_appends_to_the_published_rows() -> None:
     root = checkout()
     if root is None:
         pytest.skip("there is no checkout")

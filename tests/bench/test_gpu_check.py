@@ -342,10 +342,11 @@ def test_the_lines_of_a_row() -> None:
     assert unknown[0] == TableLine(kind, "20,000 tokens/s")
     line = TableLine("rollout rag, 48 tokens", "2 tokens/s", "-", "3x generate_batch", "generate_batch 1.50x")
     alone = TableLine("rollout rag, 48 tokens", "2 tokens/s")
-    assert rollout_lines([ROLLOUT, ROLLOUT | {"peer": None, "ratio": None}]) == [line, alone]
+    ours = ROLLOUT | {"peer": None, "ratio": None}
+    assert rollout_lines([ours, ROLLOUT]) == [line] and rollout_lines([ours]) == [alone]
     failed = ROLLOUT | {"ratio": None, "peer_failure": "OutOfMemoryError: none left"}
     assert rollout_lines([failed])[0].peer == "OutOfMemoryError: none left"
-    whole, update = step_lines([STEP])
+    whole, update = step_lines([STEP | {"ratio_step": None, "peer_failure": "not measured yet"}, STEP])
     assert whole == TableLine("step 0.5B, 80,384 tokens", "2 tokens/s", peer="TRL 2.50x")
     assert update == TableLine("  its update, prefixes shared / unshared", "3.00x", "4.00x by tokens")
     profiled = {"update_profile": {"kernels": 1900, "busy_s": 0.25}, "shared": STEP["shared"] | {"update_s": SPREAD}}
