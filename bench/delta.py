@@ -4,8 +4,8 @@ All contenders get the same tensors, made as in a layer, in sequences of one len
 once and is compared with float64 (our recurrence); then memory is measured, then all are timed in turn. A peer that
 cannot run gets a reason in place of figures.
 
-    floor     the products of the chunked form (engine/planning/time.py, `delta_flops`) at the rate of a bare matmul;
-              three times that with the backward
+    floor     the products of the chunked form (engine/planning/time.py, `delta_flops`) at the rate of a bare matmul in
+              the same dtype; three times that with the backward
     extra     peak memory of forward and backward beyond the memory in use before
     error     |x - truth| / |truth| over a whole tensor, the largest of o, the final states, and five gradients
     ratio     a peer's time / ours, of neighbouring calls
@@ -75,7 +75,7 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
     truth = _both_passes(partial(_recurrence, bench), tuple(x.double() for x in tensors), weights)
     runs: dict[str, Run] = {"ours": partial(_ours, bench)}
     failed: dict[str, str] = {}
-    rate = measure_rates(device).flops_per_s
+    rate = measure_rates(device, dtype).flops_per_s
 
     def measured() -> dict[str, Any]:
         row = {"bench": "delta", **facts(("transformers", "flash-linear-attention")), **asdict(bench)}

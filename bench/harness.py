@@ -26,7 +26,8 @@ from thresher.common.machine import origin
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 2**20
-COPIED_BYTES, MATMUL, REPEATS = 2**27, 1024, 7  # for the bare rates
+COPIED_BYTES, REPEATS = 2**27, 7  # for the bare rates
+MATMUL = {"cpu": 1024, "cuda": 8192}  # rows and columns; a smaller product leaves multiprocessors of a GPU idle
 ITEM = 4  # bytes of a float32
 
 
@@ -177,20 +178,22 @@ class Rates:
     flops_per_s: float
 
 
-def measure_rates(device: torch.device | None = None) -> Rates:
-    """Measure a device, the CPU for None, in float32. Takes about a second, with torch's current number of threads."""
+def measure_rates(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Rates:
+    """Measure a device, the CPU for None; `dtype` is that of the matmul. Takes about a second, with torch's current
+    number of threads."""
     device = device or torch.device("cpu")
+    size = MATMUL[device.type]
     source = torch.ones(COPIED_BYTES // ITEM, device=device)
     target = torch.empty_like(source)
-    left, right = torch.randn(2, MATMUL, MATMUL, device=device)
-    product = torch.empty(MATMUL, MATMUL, device=device)
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    product = torch.empty(size, size, device=device, dtype=dtype)
 
     def best(run: Callable[[], object]) -> float:
         return min(milliseconds(run, device) for _ in range(REPEATS)) / 1e3
 
     copied = best(lambda: target.copy_(source))
     multiplied = best(lambda: torch.mm(left, right, out=product))
-    return Rates(2 * COPIED_BYTES / copied, 2 * MATMUL**3 / multiplied)
+    return Rates(2 * COPIED_BYTES / copied, 2 * size**3 / multiplied)
 
 
 def read_rows(path: str | Path | None) -> list[dict[str, Any]]:

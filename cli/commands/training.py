@@ -267,7 +267,7 @@ class Plan(
 
         if recipe.model.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--measure: torch sees no CUDA device; name a chip, such as --chip H100")
-        return measure_rates(torch.device(recipe.model.device))
+        return measure_rates(torch.device(recipe.model.device), getattr(torch, recipe.model.dtype))
 
     def _memory(self, recipe: "RunRecipe") -> int:
         import torch

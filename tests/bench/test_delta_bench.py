@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from thresher.bench import delta
+from thresher.bench import delta, harness
 from thresher.bench.delta import DeltaBench, failure, run_delta_bench
-from thresher.bench.harness import read_rows
+from thresher.bench.harness import Rates, read_rows
 
 SMALL: dict[str, Any] = {"sequences": 2, "length": 70, "key_heads": 2, "value_heads": 4, "dim": 8, "rounds": 2}
 
@@ -42,3 +43,30 @@ def test_a_peer_that_fails_gets_its_reason(monkeypatch: pytest.MonkeyPatch) -> N
     row = run_delta_bench(DeltaBench(peer="fla", device="cpu", **SMALL))
     assert row["sides"].keys() == {"ours"}
     assert row["failed"] == {"fla": "RuntimeError: no backward with this compiler"}
+
+
+def test_the_floor_is_at_the_rate_of_the_rules_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+
+    def rates(device: torch.device, dtype: torch.dtype) -> Rates:
+        asked.append(dtype)
+        return Rates(1.0, 1e9)
+
+    monkeypatch.setattr(delta, "measure_rates", rates)
+    row = run_delta_bench(DeltaBench(peer="none", device="cpu", dtype="bfloat16", **SMALL))
+    assert asked == [torch.bfloat16]
+    assert row["floor_ms"]["forward"] == pytest.approx(1e3 * 140 * delta.delta_flops_of(4, 8, 8) / 1e9)
+
+
+def test_rates_are_those_of_a_matmul_in_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+    right = torch.mm
+
+    def mm(left: torch.Tensor, right_: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        seen.update((left.dtype, right_.dtype, out.dtype))
+        return right(left, right_, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(harness, "MATMUL", {"cpu": 16})
+    monkeypatch.setattr(harness, "COPIED_BYTES", 2**12)
+    assert harness.measure_rates(torch.device("cpu"), torch.bfloat16).flops_per_s > 0 and seen == {torch.bfloat16}
