@@ -17,6 +17,7 @@ flight = latency x bandwidth, uses the latency of an idle memory, so the product
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -117,14 +118,19 @@ def fastest(capability: int) -> Chip:
 
 
 def this_chip(device: torch.device) -> Chip | None:
-    """Return the chip of a device, by its name and memory; None if it is unknown."""
+    """Return the chip of a device, by the words of its name and its memory; None if it is unknown. That includes a GPU
+    with other rates under a known name, and a slice of a GPU."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    if "A100" in found.name:
+    words = set(re.split(r"[\s-]+", found.name))
+    if words & {"GH200", "NVL", "MIG"} or {"H800", "PCIe"} <= words:
+        return None
+    if "A100" in words:
         return CHIPS["A100-80" if found.total_memory > 50e9 else "A100-40"]
-    known = {"H100 PCIe": _PCIE, **{chip.name: chip for chip in (_H800, *CHIPS.values())}}
-    return next((chip for name, chip in known.items() if name in found.name), None)
+    known = {"H100": _PCIE} if "PCIe" in words else {}
+    known = {chip.name: chip for chip in (_H800, *CHIPS.values())} | known
+    return next((chip for name, chip in known.items() if name in words), None)
 
 
 @dataclass(frozen=True, slots=True)

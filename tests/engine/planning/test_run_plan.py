@@ -498,3 +498,5 @@ def test_chips_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None
         assert found is not None and (found.flops_per_s, found.bytes_per_s) == (rate, bandwidth)
         assert found.name not in CHIPS
     assert chip("Tesla T4") is None and this_chip(torch.device("cpu")) is None
+    for name in ("GH200 480GB", "H100 NVL", "H200 NVL", "H800 PCIe", "H100 80GB HBM3 MIG 1g.10gb", "H1000"):
+        assert chip(f"NVIDIA {name}") is None, "its rates differ from those of the chip with a similar name"
