@@ -1,6 +1,7 @@
 """Test `thresher bench decode` on a tiny model: full batches, the given contexts, and consistent figures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import TokenSequence
+from thresher.engine.planning.time import CHIPS, DecodeShape
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.config import DeltaShape
 
@@ -157,3 +159,13 @@ def test_a_budget_leaves_shapes_out(capsys: pytest.CaptureFixture[str]) -> None:
         run_decode_bench(DecodeBench(models=["tiny"], batch=8, own=4, shared=8, steps=1, device="cpu", budget=-1)) == []
     )
     assert capsys.readouterr().out.count("the budget was used up") == 2
+
+
+def test_a_share_of_bfloat16s_floor_is_bfloat16s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "this_chip", lambda device: CHIPS["H200"])
+    bench = DecodeBench(models=["tiny"], batch=8, own=9, shared=0, steps=1, device="cpu")
+    alone = replace(bench, dtype="bfloat16")
+    monkeypatch.setattr(DecodeBench, "shapes", lambda self: (DecodeShape(batch=8, own=9),))
+    (row,), (rounded,) = run_decode_bench(bench), run_decode_bench(alone)
+    assert row["chip"] is row["floor_share"] is row["predicted_share"] is None
+    assert rounded["chip"] == "H200" and rounded["floor_share"] > 0 and rounded["predicted_share"] > 0
