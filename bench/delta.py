@@ -41,6 +41,7 @@ from thresher.bench.harness import (
     spread_text,
 )
 from thresher.common.console import console, table
+from thresher.common.errors import UserError
 from thresher.engine.planning.time import delta_flops_of
 from thresher.kernels import gated_delta
 from thresher.kernels.delta import reference_gated_delta
@@ -68,6 +69,10 @@ class DeltaBench:
 
 def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[str, Any]:
     """Measure, print a table, append a row of ours and then one of all sides to `out`; return the last row."""
+    if bench.value_heads % bench.key_heads:
+        raise UserError(
+            f"--value-heads {bench.value_heads}: expected a multiple of --key-heads, {bench.key_heads}; change either"
+        )
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
     check_files(out, None)
@@ -198,8 +203,8 @@ def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)
-        # Not every version repeats a key head for its value heads.
-        q, k = (x.repeat_interleave(bench.value_heads // bench.key_heads, dim=2) for x in (q, k))
+        if bench.value_heads > bench.key_heads:  # not every version repeats a key head for its value heads
+            q, k = (x.repeat_interleave(bench.value_heads // bench.key_heads, dim=2) for x in (q, k))
         out, final = rule(q, k, v, g=decay, beta=beta, output_final_state=True)
         return out.flatten(0, 1), final
 

@@ -9,6 +9,7 @@ import torch
 from thresher.bench import delta, harness
 from thresher.bench.delta import DeltaBench, failure, run_delta_bench
 from thresher.bench.harness import Rates, read_rows
+from thresher.common.errors import UserError
 
 SMALL: dict[str, Any] = {"sequences": 2, "length": 70, "key_heads": 2, "value_heads": 4, "dim": 8, "rounds": 2}
 
@@ -43,6 +44,26 @@ def test_a_peer_that_fails_gets_its_reason(monkeypatch: pytest.MonkeyPatch) -> N
     row = run_delta_bench(DeltaBench(peer="fla", device="cpu", **SMALL))
     assert row["sides"].keys() == {"ours"}
     assert row["failed"] == {"fla": "RuntimeError: no backward with this compiler"}
+
+
+def test_key_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match="--value-heads 3: expected a multiple of --key-heads, 2"):
+        run_delta_bench(DeltaBench(peer="none", device="cpu", key_heads=2, value_heads=3))
+
+
+@pytest.mark.parametrize("key_heads, repeats", [(4, 0), (2, 2)])
+def test_the_peer_repeats_keys_only_where_it_must(
+    key_heads: int, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    counted, right = [], torch.Tensor.repeat_interleave
+    monkeypatch.setattr(
+        torch.Tensor, "repeat_interleave", lambda x, *given, **more: (counted.append(x), right(x, *given, **more))[1]
+    )
+    bench = DeltaBench(device="cpu", **(SMALL | {"key_heads": key_heads}))
+    tensors, _ = delta._drawn(bench, torch.device("cpu"), torch.float32)
+    delta._peer("transformers", bench, torch.device("cpu"))(tensors)
+    assert len(counted) == repeats
 
 
 def test_the_floor_is_at_the_rate_of_the_rules_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
