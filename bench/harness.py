@@ -23,6 +23,7 @@ from torch.autograd.profiler import profile
 from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.machine import origin
+from thresher.common.records import finite
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 2**20
@@ -208,13 +209,13 @@ def read_rows(path: str | Path | None) -> list[dict[str, Any]]:
 
 
 def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:
-    """Append JSON lines to `path`; do nothing for None."""
+    """Append JSON lines to `path`, with null for numbers that are not finite; do nothing for None."""
     if path is not None:
         with Path(path).open("ab+") as file:
             if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
                 file.write(b"\n")  # behind an incomplete line
         with Path(path).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
 
 
 def print_files(out: str | Path | None, plot: str | Path | None = None) -> None:

@@ -117,7 +117,7 @@ def measure_server(
 
     Each connection sends one query at a time, the next after the answer. Latency is from the first byte of a request to
     the last of its answer. Returns connections, seconds, k, requests, failed (answers other than 200), requests_per_s,
-    and p50_ms, p99_ms and largest_ms of a request. Raises OSError if there is no server.
+    and p50_ms, p99_ms and largest_ms of a request (None without requests). Raises OSError if there is no server.
     """
     return asyncio.run(_measure(urlsplit(url), list(queries), connections, seconds, k))
 
@@ -134,7 +134,7 @@ async def _measure(parts: Any, queries: list[str], connections: int, seconds: fl
             # Each connection starts at another query, and all go through every query.
             first = number * len(requests) // connections
             group.create_task(_ask(reader, writer, requests[first:] + requests[:first], tally))
-    took = np.array(tally.seconds or [float("nan")]) * 1000
+    took = 1000 * np.array(tally.seconds)
     return {
         "connections": connections,
         "seconds": seconds,
@@ -142,9 +142,9 @@ async def _measure(parts: Any, queries: list[str], connections: int, seconds: fl
         "requests": len(tally.seconds),
         "failed": tally.failed,
         "requests_per_s": len(tally.seconds) / seconds,
-        "p50_ms": float(np.percentile(took, 50)),
-        "p99_ms": float(np.percentile(took, 99)),
-        "largest_ms": float(took.max()),
+        "p50_ms": float(np.percentile(took, 50)) if tally.seconds else None,
+        "p99_ms": float(np.percentile(took, 99)) if tally.seconds else None,
+        "largest_ms": float(took.max()) if tally.seconds else None,
     }
 
 

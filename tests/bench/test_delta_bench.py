@@ -1,5 +1,6 @@
 """Test `bench delta`: a row of both sides, compared with float64; a missing peer; and a wrong result."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from thresher.bench import delta, harness
 from thresher.bench.delta import DeltaBench, failure, run_delta_bench
-from thresher.bench.harness import Rates, read_rows
+from thresher.bench.harness import Rates, append_rows, read_rows
 from thresher.common.errors import UserError
 
 SMALL: dict[str, Any] = {"sequences": 2, "length": 70, "key_heads": 2, "value_heads": 4, "dim": 8, "rounds": 2}
@@ -91,3 +92,8 @@ def test_rates_are_those_of_a_matmul_in_the_dtype(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(harness, "MATMUL", {"cpu": 16})
     monkeypatch.setattr(harness, "COPIED_BYTES", 2**12)
     assert harness.measure_rates(torch.device("cpu"), torch.bfloat16).flops_per_s > 0 and seen == {torch.bfloat16}
+
+
+def test_rows_are_json(tmp_path: Path) -> None:
+    append_rows(tmp_path / "rows.jsonl", {"error": math.nan, "ms": [math.inf, 1.0]})
+    assert (tmp_path / "rows.jsonl").read_text() == '{"error": null, "ms": [null, 1.0]}\n'
