@@ -14,6 +14,7 @@ from typing import Any
 # Memory limits of a container: files of cgroup versions 2 and 1.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MEMINFO = Path("/proc/meminfo")
+WRITTEN = (":(exclude)bench/results", ":(exclude)docs/*.png")  # tracked files that benches write
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 KEEP_MEMORY, RETURN_MEMORY = (2**30, -1), (2**20, 2**30)  # arguments of set_malloc
 
@@ -46,14 +47,14 @@ def machine() -> str:
 
 @cache
 def commit() -> str | None:
-    """Return the checkout's commit, with "+" if tracked files differ from it; None without a checkout or git. It is
-    read once, because the imported code does not change afterwards."""
+    """Return the checkout's commit, with "+" if tracked files differ from it; None without a checkout or git. Files
+    that a bench writes do not count. It is read once, because the imported code does not change afterwards."""
     root = checkout()
     if root is None:
         return None
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed else "")
