@@ -294,7 +294,7 @@ def run_attention_bench(bench: AttentionBench, out: str | Path | None = None) ->
         config = MODELS[name]
         shape = {"trees": bench.trees, "group": bench.group, "shared": bench.shared, "own": bench.own}
         shape |= {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "dim": config.head_dim}
-        row = head | {"model": name, "dtype": dtype_name(dtype), "shape": shape}
+        row = head | {"model": name, "device": device.type, "dtype": dtype_name(dtype), "shape": shape}
         row |= measure(bench, config, device, dtype)
         append_rows(out, row)
         rows.append(row)

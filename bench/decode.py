@@ -98,7 +98,7 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
                 why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
                 console.print(f"{name}, {_context(shape)}: left out, {why}", soft_wrap=True)
                 continue
-            row = head | {"model": name, "dtype": dtype_name(dtype)} | figures
+            row = head | {"model": name, "device": device.type, "dtype": dtype_name(dtype)} | figures
             append_rows(out, row)
             rows.append(row)
     _show(rows)

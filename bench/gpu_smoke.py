@@ -111,7 +111,14 @@ def run_smoke(folder: Path, size: str, device: str) -> dict[str, Any]:
         | {f"{name}_tokens_per_s": record[tokens] / record[spent] for name, (tokens, spent) in rates.items()}
         for record in steps
     ]
-    return {"bench": "smoke", **facts(("triton",)), "size": size, "seconds": seconds, "steps": figures}
+    return {
+        "bench": "smoke",
+        **facts(("triton",)),
+        "device": device,
+        "size": size,
+        "seconds": seconds,
+        "steps": figures,
+    }
 
 
 def main(out: str, size: str = "0.5B", device: str = "cuda") -> None:

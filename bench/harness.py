@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +41,12 @@ def facts(packages: Sequence[str] = ()) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **{package: package_version(package) for package in packages},
     }
+
+
+def hardware(row: Mapping[str, Any]) -> str:
+    """Return the GPU on which a row was measured, else the machine. Older rows have no device."""
+    measured_on_gpu = row["device"] == "cuda" if "device" in row else row.get("gpu") is not None
+    return str(row["gpu"] if measured_on_gpu else row["machine"])
 
 
 def package_version(package: str) -> str | None:

@@ -35,6 +35,7 @@ from thresher.bench.harness import (
     check_files,
     dtype_name,
     facts,
+    hardware,
     in_turn,
     package_version,
     peak_bytes,
@@ -382,8 +383,9 @@ def run_loss_bench(
     chosen = contenders(device, list(bench.peers))
     deadline = time.monotonic() + bench.budget
     head = {"bench": "loss", **facts(("triton", "liger-kernel", "trl", "cut-cross-entropy"))}
+    head["device"] = device.type
     console.print(
-        f"{len(shapes)} cases in {dtype_name(dtype)} on {head['gpu'] or head['machine']}: forward and"
+        f"{len(shapes)} cases in {dtype_name(dtype)} on {hardware(head)}: forward and"
         f" backward of ours and {len(bench.peers)} peers, each checked against float64 first"
     )
     rows: list[dict[str, Any]] = []

@@ -28,6 +28,7 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
+from thresher.bench.harness import hardware
 from thresher.common.files import atomic_path
 from thresher.engine.reports.charts import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, PURPLE, RED, SKY, STYLE
 from thresher.rewards.statistics import seed_interval
@@ -123,6 +124,16 @@ def _threads(row: Row) -> str:
     return f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
 
 
+def _origins(rows: Iterable[Row], *packages: str) -> str:
+    """Return the machines, versions and commits of the rows, each once."""
+    found = list(rows)
+    machines = dict.fromkeys(hardware(row) for row in found)
+    names = {"torch": "torch", "trl": "TRL", "transformers": "transformers"}
+    versions = dict.fromkeys(f"{names[key]} {row[key]}" for key in ("torch", *packages) for row in found)
+    commits = dict.fromkeys(str(row["commit"]) for row in found)
+    return "; ".join([*machines, ", ".join(versions), f"commit {', '.join(commits)}"])
+
+
 # bench loss
 
 
@@ -140,7 +151,7 @@ def draw_loss(rows: Rows, path: Path) -> None:
     colors = {name: BLUE if name == ours else SKY if name in others else PEER for name in names}
     head = shown[0]
     share = "all rows active" if first["density"] == 100 else f"{first['density']}% of rows active"
-    where = head["gpu"] or f"{head['machine']}, {_threads(head)}"
+    where = hardware(head) + (f", {_threads(head)}" if hardware(head) == head["machine"] else "")
 
     def rounded(value: float) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -203,8 +214,7 @@ def draw_rollout(rows: Rows, path: Path) -> None:
         PADS,
         "Rollout: sampled tokens a second",
         "Bars: medians; lines: p20 to p80; ratios: of neighbouring rounds, by wall seconds.\n"
-        f"{head['machine']}, {_threads(head)}; torch {head['torch']}, transformers {head['transformers']};"
-        f" commit {head['commit']}.",
+        f"{_origins(rows, 'transformers')}; {_threads(head)}.",
     ) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, ((shape, tokens), shown) in zip(grid, panels.items(), strict=True):
@@ -231,7 +241,6 @@ def draw_step(rows: Rows, path: Path) -> None:
     """Draw the time per thousand tokens of a whole step, one panel per shape, one bar per side. A bar has rollout and
     update, and is followed by tokens per second. The last row of each shape and family is drawn; at least one row."""
     panels = {_shape_of_step(row): row for row in rows}
-    last = list(panels.values())[-1]
     threads = ", ".join(f"{shape} {row['threads']}" for shape, row in panels.items())
     with _figure(
         path,
@@ -241,7 +250,7 @@ def draw_step(rows: Rows, path: Path) -> None:
         PADS,
         "A whole GRPO step: milliseconds a thousand tokens",
         "Medians of steps in turn in one process. Tokens: of all trajectories, prompts and passages included.\n"
-        f"{last['machine']}; threads: {threads}; torch {last['torch']}, TRL {last['trl']}; commit {last['commit']}.",
+        f"{_origins(panels.values(), 'trl')}; threads: {threads}.",
     ) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, (shape, row) in zip(grid, panels.items(), strict=True):
@@ -272,10 +281,6 @@ def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, path: Path) -
     side's mean a thick one. sides: rows by side and step, one row per seed; the peer's is grey."""
     colors = dict(zip(sides, itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, RED)), strict=False)) | {peer: GREY}
     rows = [row for steps in sides.values() for found in steps.values() for row in found]
-    machines = dict.fromkeys(row.get("gpu") or row["machine"] for row in rows)
-    versions = dict.fromkeys(f"torch {row['torch']}" for row in rows)
-    commits = dict.fromkeys(str(row["commit"]) for row in rows)
-    facts = "; ".join([*machines, *versions, f"commit {', '.join(commits)}"])
     minutes = max(row["seconds"] for row in rows) > SECONDS_SHOWN
     with _figure(
         path,
@@ -284,7 +289,7 @@ def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, path: Path) -
         {"axes.titlesize": 10, "axes.titlepad": 8},
         PADS,
         "F1 of greedy answers to held-out questions, while the same task is trained",
-        f"Evaluations are not in the time. {facts}.",
+        f"Evaluations are not in the time. {_origins(rows)}.",
     ) as figure:
         across = {
             f"{'minutes' if minutes else 'seconds'} of training": ("seconds", 60 if minutes else 1),

@@ -183,7 +183,7 @@ class RecallCurve:
 
     def record(self) -> dict[str, Any]:
         """Return the curve in the format of a row; `speedup` over the faster of the exact searches."""
-        fastest = min((spread(ms)["p50"] for ms in self.exact.values()), default=float("nan"))
+        fastest = min((spread(ms)["p50"] for ms in self.exact.values()), default=None)
         return {
             "batch": CURVE_BATCH,
             "exact_ms": {name: spread(ms) for name, ms in self.exact.items()},
@@ -192,7 +192,7 @@ class RecallCurve:
                     "effort": point.parameter,
                     "recall": point.recall,
                     "ms": spread(point.ms),
-                    "speedup": fastest / spread(point.ms)["p50"],
+                    "speedup": None if fastest is None else fastest / spread(point.ms)["p50"],
                 }
                 for point in self.points
             ],
@@ -314,7 +314,7 @@ def run_retrieval_bench(
     """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Return the rows; `failure` tells
     whether an exact search was wrong."""
     check_files(out, plot)
-    head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
+    head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy")), "device": "cpu"}
     run = BenchRun(bench, head, out, time.monotonic() + bench.budget, [], {})
     with TemporaryDirectory() as scratch:
         folder = Path(bench.work or scratch)
@@ -501,10 +501,9 @@ def _show(run: BenchRun) -> None:
         )
     for row in run.rows:
         if "server" in row:
-            console.print(
-                "server, {queries} queries, {connections} connections: {requests_per_s:,.0f} answers a second, p50"
-                " {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, {failed} failed".format(**row["server"])
-            )
+            said = "server, {queries} queries, {connections} connections: {requests_per_s:,.0f} answers a second, "
+            said += "p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, " if row["server"]["requests"] else ""
+            console.print((said + "{failed} failed").format(**row["server"]))
     for name, reason in run.left_out.items():
         console.print(f"left out: {name}: {reason}")
 

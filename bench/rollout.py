@@ -179,7 +179,7 @@ def measure(bench: RolloutBench, shape: RolloutShape, keep: Callable[..., None])
     """Measure one shape; return one row per peer, or a single one without peers. keep: appends a row of ours before the
     peers run."""
     begun, budget = time.monotonic(), bench.budget / len(ROLLOUT_SHAPES[shape.name])
-    head = {"bench": "rollout", **facts(("transformers",))}
+    head = {"bench": "rollout", **facts(("transformers",)), "device": bench.device}
     setting = make_rollout_setting(shape, torch.device(bench.device))
     ours = make_ours(setting)
     found, alone = Rounds(), Rounds()

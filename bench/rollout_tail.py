@@ -235,6 +235,7 @@ def _row(side: TailSide, way: Way, runs: dict[Way, list[Played]], fitted: Floats
     return {
         "bench": "rollout",
         **facts(),
+        "device": side.setting.policy.device.type,
         "shape": shape.name,
         "in_flight": way.factor * shape.questions,
         "stale_cache": way.stale_cache,

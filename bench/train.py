@@ -214,7 +214,8 @@ def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
     clock, rows = Clock(), list[Row]()
     rewards: list[float] = []
     lengths: list[int] = []
-    head = {"bench": "train", "side": TRL, **facts(("trl", "transformers")), "seed": run.seed, "way": asdict(way)}
+    head = {"bench": "train", "side": TRL, **facts(("trl", "transformers")), "device": context.policy.device.type}
+    head |= {"seed": run.seed, "way": asdict(way)}
 
     def reward(numbers: list[int], completions: list[list[int]]) -> list[float]:
         rewards[:], lengths[:] = task.rewards(numbers, completions), map(len, completions)

@@ -56,6 +56,7 @@ def test_a_wrong_contender_has_a_reason_in_place_of_figures(monkeypatch: pytest.
     pair = [Contender(OURS, half), Contender("flex", raising)]  # type: ignore[arg-type]
     monkeypatch.setattr(attention, "contenders", lambda device: pair)
     (row,) = run_attention_bench(BENCH)
+    assert row["device"] == "cpu"
     assert row["sides"][OURS]["left_out"].startswith("It is wrong by 5.0e-01")
     assert row["sides"]["flex"]["left_out"] == "RuntimeError: no such kernel"
     assert failure([row]) == "attention of 0.5B: It is wrong by 5.0e-01."

@@ -317,13 +317,18 @@ def test_make_appends_to_the_published_rows() -> None:
 def test_another_family_has_a_panel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one shape have no family, as in older files, its own family, or Qwen3.5; the last of each is drawn."""
     axes = pytest.importorskip("matplotlib.axes").Axes
+    figure = pytest.importorskip("matplotlib.figure").Figure
     from thresher.bench.plots import draw_step
 
     results = Path(__file__).parents[2] / "bench" / "results" / "step-cpu.jsonl"
     old = next(row for row in rows_of_steps(results) if row["shape"] == "rag")
     assert "family" not in old["lengths"]
     rows = [old, *(old | {"lengths": old["lengths"] | {"family": name}} for name in ("qwen2", "qwen3_5_text"))]
+    rows[-1] |= {"gpu": "NVIDIA H200", "device": "cuda", "commit": "another"}
     titles: list[str] = []
+    feet: list[str] = []
     monkeypatch.setattr(axes, "set_title", lambda self, title: titles.append(title))
+    monkeypatch.setattr(figure, "supxlabel", lambda self, text, **style: feet.append(text))
     draw_step(rows, tmp_path / "step.png")
+    assert all(name in feet[0] for name in (old["machine"], "NVIDIA H200", f"commit {old['commit']}, another"))
     assert [title.partition(":")[0] for title in titles] == ["rag", "rag (Qwen3.5)"]

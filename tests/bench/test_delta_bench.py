@@ -9,7 +9,7 @@ import torch
 
 from thresher.bench import delta, harness
 from thresher.bench.delta import DeltaBench, failure, run_delta_bench
-from thresher.bench.harness import Rates, append_rows, read_rows
+from thresher.bench.harness import Rates, append_rows, hardware, read_rows
 from thresher.common.errors import UserError
 
 SMALL: dict[str, Any] = {"sequences": 2, "length": 70, "key_heads": 2, "value_heads": 4, "dim": 8, "rounds": 2}
@@ -97,3 +97,10 @@ def test_rates_are_those_of_a_matmul_in_the_dtype(monkeypatch: pytest.MonkeyPatc
 def test_rows_are_json(tmp_path: Path) -> None:
     append_rows(tmp_path / "rows.jsonl", {"error": math.nan, "ms": [math.inf, 1.0]})
     assert (tmp_path / "rows.jsonl").read_text() == '{"error": null, "ms": [null, 1.0]}\n'
+
+
+def test_the_gpu_is_named_for_its_own_rows_alone() -> None:
+    row = {"gpu": "NVIDIA H200", "machine": "2 x EPYC"}
+    assert [hardware(row | {"device": name}) for name in ("cuda", "cpu")] == ["NVIDIA H200", "2 x EPYC"]
+    assert hardware(row) == "NVIDIA H200", "older rows have no device"
+    assert hardware(row | {"gpu": None}) == "2 x EPYC"
