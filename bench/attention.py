@@ -225,10 +225,10 @@ def try_contender(rival: Contender, batch: Batch, right: Sequence[Tensor]) -> No
     gradients in float32."""
     limit = LARGEST_ERROR[batch.grad_TND.dtype]
     truth = list(right)
-    if rival.name == UNSHARED:
-        # A prompt's gradients are sums over its copies, which are not summed here, so only its output is compared.
-        truth, batch = [right[0][batch.paths_t()]], whole_trajectories(batch)
     try:
+        if rival.name == UNSHARED:
+            # A prompt's gradients are sums over its copies, which are not summed here, so only its output is compared.
+            truth, batch = [right[0][batch.paths_t()]], whole_trajectories(batch)
         layout = rival.prepare(batch)
         attend = layout()
         rival.error = error_of(once(attend, batch)[: len(truth)], truth)  # also compiles

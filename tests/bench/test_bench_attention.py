@@ -81,3 +81,13 @@ def test_whole_trajectories_repeat_their_prompt() -> None:
     dq = torch.zeros_like(batch.grad_TND).index_add_(0, batch.paths_t(), alone[1])
     owned = torch.cat([torch.arange(start + 11, start + 26) for start in (0, 26)])
     assert error_of([dq[owned]], [ours[1][owned]]) <= 1e-5
+
+
+def test_whole_trajectories_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(batch: attention.Batch) -> attention.Batch:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(attention, "whole_trajectories", full)
+    (row,) = run_attention_bench(BENCH)
+    assert row["sides"][UNSHARED]["left_out"] == "OutOfMemoryError: none left"
+    assert row["sides"][OURS]["left_out"] is None
