@@ -9,8 +9,8 @@ import encoder_folders
 import numpy as np
 import pytest
 
+from thresher.bench import plots, retrieval_server
 from thresher.bench import retrieval as bench_module
-from thresher.bench import retrieval_server
 from thresher.bench.plots import draw_retrieval
 from thresher.bench.retrieval import (
     OUT_OF_TIME,
@@ -250,7 +250,7 @@ def test_half_a_source_is_refused() -> None:
             read_source(corpus, encoder, 5, questions)
 
 
-def test_the_picture_holds_several_sets(tmp_path: Path) -> None:
+def test_the_picture_holds_several_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = {"machine": "a machine", "threads": 2, "torch": "2", "faiss-cpu": "1", "commit": "abc", "load": 0.0}
 
     def row(passages: int, kind: str, recalls: list[float], chosen: int | None) -> dict[str, Any]:
@@ -263,8 +263,25 @@ def test_the_picture_holds_several_sets(tmp_path: Path) -> None:
         return {**head, "shape": shape, "kind": kind, "effort": "nprobe", "curve": curve, "chosen": chosen}
 
     rows = [row(10, "IVF4,Flat", [0.3, 0.96, 1.0], 2), row(20, "IVF8,Flat", [0.5], None), row(20, "HNSW8", [1.0], 1)]
+    notes: list[str] = []
+    monkeypatch.setattr(plots, "_note", lambda axes, text, *given, **style: notes.append(text))
     draw_retrieval([*rows, {"server": {}}], 0.95, tmp_path / "picture.png")
+    assert "nprobe 2\n15× exact" in notes, "30 ms by 2"
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_without_an_answer_has_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(reader: Any, writer: Any, requests: Any, tally: Any) -> None:
+        tally.failed += 1
+
+    async def connected(host: Any, port: Any) -> tuple[None, None]:
+        return None, None
+
+    monkeypatch.setattr(retrieval_server, "_ask", failing)
+    monkeypatch.setattr(retrieval_server.asyncio, "open_connection", connected)
+    figures = retrieval_server.measure_server("http://localhost:1", ["q"], connections=2, seconds=0.1)
+    assert (figures["requests"], figures["failed"]) == (0, 2)
+    assert figures["p50_ms"] is figures["p99_ms"] is figures["largest_ms"] is None
 
 
 @pytest.mark.slow
