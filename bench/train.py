@@ -5,7 +5,8 @@ masters with a bfloat16 copy. The following are the same as in `thresher train` 
 their order, ids of the prompts, reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule,
 threads, allocator settings. Before the first step, log-probs that our rollout recorded must agree with those of TRL's
 model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16 to .11 in the mean. Held-out questions are
-answered greedily by our engine with TRL's weights, rounded to model.dtype, with the clock stopped.
+answered greedily by our engine with TRL's weights, rounded to model.dtype, with the clock stopped. Our seconds are
+those of rollout, rewards, recomputed log-probs and update; TRL's are of the whole step.
 
 Specific to TRL are padded batches, the noise of its samples, a warm-up that starts at a learning rate of 0, and
 advantages divided by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
