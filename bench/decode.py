@@ -26,7 +26,6 @@ from thresher.bench.harness import (
     resolve_device,
     resolve_dtype,
     spread,
-    wait,
 )
 from thresher.bench.roofline import GROUP, OWN, SHARED, check_batch, config_of
 from thresher.common.console import console, table
@@ -129,16 +128,15 @@ def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype)
 def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None = None) -> dict[str, Any]:
     """Return a shape's figures: seconds of a step, and of the host's part. UserError if it does not fit."""
     decoder, attention = _filled(policy, shape, WARMUP + steps + PROFILED + 2)
-    before, times = DecodeClock(), []
-    for step in range(WARMUP + steps):
-        if step == WARMUP:
-            wait(policy.device)
-            before.host, before.sampled_tokens = decoder.clock.host, decoder.clock.sampled_tokens
+    for _ in range(WARMUP):
+        decoder.step()
+    # On a GPU a call launches a step and reads the previous one. Without a wait here, each call takes one step's time.
+    host, times = decoder.clock.host, []
+    for _ in range(steps):
         started = time.perf_counter()
         decoder.step()
-        if step >= WARMUP:
-            times.append(time.perf_counter() - started)
-    host_s, seconds = (decoder.clock.host - before.host) / steps, sum(times) / steps
+        times.append(time.perf_counter() - started)
+    host_s, seconds = (decoder.clock.host - host) / steps, sum(times) / steps
     if profile is not None:
         title = f"{policy.config.num_hidden_layers} layers, {_context(shape)}, {PROFILED} steps"
         profile_kernels(lambda: [decoder.step() for _ in range(PROFILED)], policy.device, profile, title)

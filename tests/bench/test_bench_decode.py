@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from thresher.bench import decode, roofline
 from thresher.bench.decode import DecodeBench, random_policy, run_decode_bench
 from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder_cuda
-from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import TokenSequence
@@ -42,6 +43,40 @@ def test_every_step_has_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureFi
         assert 0 < row["host_s"] < row["mean_step_s"]  # bound: it is a part
         assert row["floor_share"] is None
     assert capsys.readouterr().out.startswith("decode steps")
+
+
+class LaunchesAhead:
+    """A decoder whose device takes `STEP_S` for a step: `step` launches one and waits for the previous one."""
+
+    STEP_S, HOST_S = 0.02, 0.0005
+
+    def __init__(self) -> None:
+        self.now = self.idle_at = 0.0
+        self.clock = DecodeClock()
+
+    def step(self) -> None:
+        self.now += self.HOST_S
+        self.clock.host += self.HOST_S
+        previous, self.idle_at = self.idle_at, max(self.idle_at, self.now) + self.STEP_S
+        self.now = max(self.now, previous)
+
+    def wait(self, device: torch.device) -> None:
+        self.now = max(self.now, self.idle_at)
+
+
+@pytest.mark.parametrize("steps", [2, 32])
+def test_steps_that_are_launched_ahead_are_timed_whole(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """As many calls as steps: a call that launches without a step to wait for would make the mean too small."""
+    stub = LaunchesAhead()
+    monkeypatch.setattr(decode, "_filled", lambda *arguments: (stub, "stub"))
+    monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: stub.now))
+    monkeypatch.setattr(decode, "wait", stub.wait, raising=False)
+    policy = random_policy(roofline.MODELS["tiny"], torch.device("cpu"), torch.float32)
+    found = decode.measure(policy, DecodeShape(batch=16), steps)
+    assert found["mean_step_s"] == pytest.approx(stub.STEP_S, rel=0.005)
+    assert found["step_s"]["p50"] == pytest.approx(stub.STEP_S, rel=0.005)
+    assert found["tokens_per_s"] == pytest.approx(16 / stub.STEP_S, rel=0.005)
+    assert found["host_s"] == pytest.approx(stub.HOST_S)
 
 
 def prefilled(decoder: Decoder, room: int) -> None:
