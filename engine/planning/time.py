@@ -46,8 +46,8 @@ from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
 # Share of the floor that a decode step reaches on a GPU, and the seconds per layer that do not shrink with the work, by
-# whether sequences share a prefix: fitted to six shapes on an H200 (docs/gpu.md), with errors of at most 9%.
-DECODE_SHARE, LAYER_SECONDS = 0.69, {False: 18e-6, True: 48e-6}
+# whether sequences share a prefix: fitted to six shapes on an H200 (docs/gpu.md), with errors of at most 7%.
+DECODE_SHARE, LAYER_SECONDS = 0.70, {False: 25e-6, True: 56e-6}
 # Assumed share of the floor that a decode step reaches on a CPU, with rates of `plan --measure`: two points (weights,
 # share), interpolated by the logarithm of the weights.
 ASSUMED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
