@@ -25,7 +25,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from thresher.bench.harness import append_rows, check_files, facts, read_rows
+from thresher.bench.harness import append_rows, check_files, facts, read_rows, resolve_device
 from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
@@ -75,6 +75,7 @@ class TableLine:
     peer: str = "-"
 
 
+NOT_PREDICTED = TableLine("  not predicted: the host bounds it", "", "", "", "")  # under the rollouts
 Read = Callable[[Sequence[dict[str, Any]]], list[TableLine]]
 
 
@@ -141,24 +142,28 @@ def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     """Return a line for the rate of each shape, and one for the host."""
+    from thresher.bench.roofline import context_text
+    from thresher.engine.planning.time import DecodeShape
+
     lines = []
     for row in rows:
         shape, share = row["shape"], row["floor_share"]
-        kind = f"{shape['shared']:,} shared + {shape['own']:,}" if shape["shared"] else f"context {shape['own']:,}"
         measured = f"{row['tokens_per_s']:,.0f} tokens/s"
         predicted = wanted = "-"
         if row["floor_s"] is not None:
             wanted = f"{row['predicted_share']:.0%} of the floor"
             measured += f", {share:.0%}"
             predicted = f"{row['predicted_share'] * shape['batch'] / row['floor_s']:,.0f} tokens/s"
-        lines.append(TableLine(f"decode {row['model']}, {kind}", measured, predicted, wanted))
+        what = f"decode {row['model']}, context {context_text(DecodeShape(**shape))}"
+        lines.append(TableLine(what, measured, predicted, wanted))
         host = f"{1e3 * row['host_s']:.2f} ms"
         lines.append(TableLine(f"  the host's part of a step, {row['model']}", host, "-", ".5 ms"))
     return lines
 
 
 def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Return a line for each shape and peer; for a shape without rows of peers, one of ours."""
+    """Return a line for each shape and peer; for a shape without rows of peers, one of ours. The last is a note on the
+    missing prediction: so small a model reaches 1 to 3% of its floor, because launches and the host take the time."""
     lines, beside = [], {(row["shape"], row["tokens"]) for row in rows if row["peer"] is not None}
     for row in rows:
         if row["peer"] is None and (row["shape"], row["tokens"]) in beside:
@@ -167,19 +172,31 @@ def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
         target = "3x generate_batch" if row["peer"] == "generate_batch" else "-"
         peer = f"{row['peer']} {row['ratio']['p50']:.2f}x" if row["ratio"] else row.get("peer_failure") or "-"
         lines.append(TableLine(what, f"{measured:,.0f} tokens/s", "-", target, peer))
-    return lines
+    return [*lines, NOT_PREDICTED] if lines else []
 
 
 def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Return the lines of each shape's last row. They have tokens per second of a step compared with the peer, the gain
-    by shared prefixes, and the share of the update in which the GPU is busy."""
-    lines = []
+    """Return the lines of each shape's last row. They have tokens per second of a step compared with the peer, the
+    seconds of rollout and update, the gain by shared prefixes, and the share of the update in which the GPU is busy.
+    Predictions are of this machine's GPU; a known GPU and a known model have some."""
+    from thresher.bench.roofline import MODELS, config_of, predicted_step
+    from thresher.engine.planning.time import this_chip
+
+    lines, chip = [], this_chip(resolve_device(None))
     for row in {row["shape"]: row for row in rows}.values():
-        measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
+        shared, gain = row["shared"], f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
+        whole = rollout = update = "-"
+        if chip is not None and row["shape"] in MODELS:
+            seconds = predicted_step(config_of(row["shape"]), chip)
+            whole = f"{row['tokens'] / (seconds['rollout'] + seconds['update']):,.0f} tokens/s"
+            rollout, update = f"{seconds['rollout']:.2f} s", f"{seconds['update']:.2f} s"
+            gain = f"{seconds['unshared'] / seconds['update']:.2f}x, {gain}"
+        measured = f"{shared['tokens_per_s']['p50']:,.0f} tokens/s"
         peer = row.get("peer_failure") or "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
-        lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))
-        predicted = f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
-        lines.append(TableLine("  its update, prefixes shared / unshared", f"{row['shared_gain']:.2f}x", predicted))
+        lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, whole, peer=peer))
+        lines.append(TableLine("  its rollout", f"{shared['rollout_s']['p50']:.2f} s", rollout))
+        lines.append(TableLine("  its update, prefixes shared", f"{shared['update_s']['p50']:.2f} s", update))
+        lines.append(TableLine("  its update, prefixes shared / unshared", f"{row['shared_gain']:.2f}x", gain))
         if profiled := row.get("update_profile"):
             whole = row["shared"]["update_s"]["p50"]
             busy = f"{profiled['kernels']:,} kernels, {profiled['busy_s']:.2f} of {whole:.2f} s"

@@ -1,4 +1,4 @@
-"""`thresher bench roofline`: floors and predictions of a decode step and an update on GPUs that are not present.
+"""`thresher bench roofline`: floors and predictions of decode steps, updates and whole steps on absent GPUs.
 
 Everything printed is arithmetic (engine/planning/time.py, tail.py): floors from data sheets, predictions from targets
 and, for decoding, from constants fitted to an H200. No GPU is used.
@@ -14,8 +14,9 @@ from rich.table import Table
 from thresher.bench.harness import append_rows, check_files, facts, print_files
 from thresher.common.console import console
 from thresher.common.errors import UserError
+from thresher.engine.config.sections import GrpoSection, OptimSection, RolloutSection
 from thresher.engine.planning import time as floors
-from thresher.engine.planning.memory import trained_weights
+from thresher.engine.planning.memory import BF16, PlanSetting, trained_weights
 from thresher.engine.planning.tail import (
     Queue,
     RolloutCounts,
@@ -29,6 +30,7 @@ from thresher.policy.config import FULL, LINEAR, DeltaShape, ModelConfig, read_c
 
 SHARED, OWN, GROUP = 1200, 300, 8  # shared positions, positions of a sequence's own, sequences per group
 LONGEST = 1000  # longest sample of a tail whose mean is OWN
+STEP_QUESTIONS, STEP_PROMPT, STEP_SAMPLED = 8, 1000, 256  # of `bench step` on a GPU, with GROUP samples per question
 IN_FLIGHT = (1, 2, 3, 5)  # groups started and not yet trained on / groups of a step; more than 1 with rollout.partial
 
 # The sizes of the Qwen2.5 models, from their published config.json files: layers, width, heads, key/value heads, width
@@ -123,11 +125,12 @@ def run_roofline(
             *_decode_rows(chip, name, config, batch),
             *(_rollout_row(chip, name, config, batch, prompt, sigma, counts[sigma]) for sigma in sigmas),
             _update_row(chip, name, config, batch),
+            _step_row(chip, name, config),
         )
     ]
     console.print("predictions: data sheets, aims, an H200's constants; nothing is measured here")
-    console.print(f"a decode step, batch {batch}, bfloat16: its floor, the predicted share of it, tokens/s")
-    _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
+    console.print(f"decode, batch {batch}, bfloat16: the floor of a step, the predicted share of it, tokens/s")
+    _show([_decode_cells(row) for row in rows if row["kind"] == "decode"])
     console.print(
         f"a rollout of {batch} samples in as many slots, {OWN} tokens on average, a tail to {LONGEST:,}, prompts of "
         f"{prompt:,}; xN: times as fast by rollout.partial with N times a step's groups in flight/with stale_cache too"
@@ -136,6 +139,11 @@ def run_roofline(
     _show([_count_cells(sigma, times, prompt, found) for sigma in sigmas for times, found in counts[sigma].items()])
     console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
     _show([_update_cells(row) for row in rows if row["kind"] == "update"])
+    console.print(
+        f"step, {step_tokens():,} tokens, as in gpu-check: {STEP_QUESTIONS} prompts of {STEP_PROMPT:,} tokens, {GROUP} "
+        f"samples of {STEP_SAMPLED} each; seconds of rollout and update, and of an update without shared prefixes"
+    )
+    _show([_step_cells(row) for row in rows if row["kind"] == "step"])
     console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")
     head = {"bench": "roofline", **facts()} if out is not None else {}
     append_rows(out, *(head | row for row in rows))
@@ -247,11 +255,61 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
     }
 
 
-def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> dict[str, str]:
+def step_tokens() -> int:
+    """Return the tokens of a step's trajectories, with the prompt counted for every sample."""
+    return STEP_QUESTIONS * GROUP * (STEP_PROMPT + STEP_SAMPLED)
+
+
+def predicted_step(config: ModelConfig, chip: Chip) -> dict[str, float]:
+    """Return the predicted seconds of a step of `bench step` that trains all weights, by the formulas of `plan`:
+    {"rollout", "update", "unshared"}, the last of an update without shared prefixes."""
+
+    def seconds(share_prefix: bool) -> dict[str, float]:
+        setting = PlanSetting(
+            rollout=RolloutSection(group_size=GROUP, questions_per_step=STEP_QUESTIONS),
+            optim=OptimSection(share_prefix=share_prefix),
+            grpo=GrpoSection(),
+            cuda=True,
+            item=BF16,
+            adapters=None,
+            length=STEP_PROMPT + STEP_SAMPLED,
+            sampled=STEP_SAMPLED,
+            searched=0,
+            steps=1,
+            gpus=1,
+        )
+        return floors.seconds_per_step(config, setting, chip, checkpointed=False)
+
+    return seconds(share_prefix=True) | {"unshared": seconds(share_prefix=False)["update"]}
+
+
+def _step_row(chip: Chip, name: str, config: ModelConfig) -> dict[str, Any]:
+    seconds = predicted_step(config, chip)
+    return {
+        "kind": "step",
+        "chip": chip.name,
+        "model": name,
+        "shape": {
+            "questions": STEP_QUESTIONS,
+            "group": GROUP,
+            "prompt": STEP_PROMPT,
+            "sampled": STEP_SAMPLED,
+        },
+        "predicted_seconds": seconds,
+        "predicted_tokens_per_s": step_tokens() / (seconds["rollout"] + seconds["update"]),
+    }
+
+
+def context_text(shape: DecodeShape) -> str:
+    """Return the context of a decode step as tables name it: shared positions / sequences + own positions."""
+    return f"{shape.shared:,}/{shape.group} + {shape.own:,}" if shape.shared else f"{shape.own:,}"
+
+
+def _decode_cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "chip": row["chip"],
         "model": row["model"],
-        "context": f"{shape['shared']:,}/{shape['group']} + {shape['own']}" if shape["shared"] else f"{shape['own']:,}",
+        "context": context_text(DecodeShape(**row["shape"])),
         "GB": f"{row['memory_gb']:.0f}" + ("" if row["fits"] else " !"),
         "ms": f"{1000 * row['floor_seconds']:.2f}",
         "tokens/s": f"{row['floor_tokens_per_s'] / 1000:.1f}k",
@@ -295,6 +353,19 @@ def _update_cells(row: dict[str, Any]) -> dict[str, str]:
         "floor, ms": f"{1000 * row['floor_seconds_per_1000_tokens']:.1f}",
         "predicted, ms": f"{1000 * row['predicted_seconds_per_1000_tokens']:.1f}",
         "MFU": f"{row['predicted_mfu']:.0%}",
+    }
+
+
+def _step_cells(row: dict[str, Any]) -> dict[str, str]:
+    seconds = row["predicted_seconds"]
+    return {
+        "chip": row["chip"],
+        "model": row["model"],
+        "tokens/s": f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+        "rollout": f"{seconds['rollout']:.2f}",
+        "update": f"{seconds['update']:.2f}",
+        "unshared": f"{seconds['unshared']:.2f}",
+        "shared / unshared": f"{seconds['unshared'] / seconds['update']:.2f}x",
     }
 
 

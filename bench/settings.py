@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from thresher.bench.decode import UNDRAWN, random_policy
-from thresher.bench.roofline import MODELS
+from thresher.bench.roofline import GROUP, MODELS, STEP_PROMPT, STEP_QUESTIONS, STEP_SAMPLED
 from thresher.common.errors import UserError
 from thresher.engine.world.facts import Size, invent, passages
 from thresher.engine.world.random_model import END_OF_TEXT
@@ -217,7 +217,14 @@ class StepShape:
 
 
 def _gpu(name: str, model: str, lora: int | None = None, micro_batch_tokens: int = 16384) -> StepShape:
-    lengths = RolloutShape(name=name, sizes=Sizes(), questions=8, group=8, question=1000, turns=(256,))
+    lengths = RolloutShape(
+        name=name,
+        sizes=Sizes(),
+        questions=STEP_QUESTIONS,
+        group=GROUP,
+        question=STEP_PROMPT,
+        turns=(STEP_SAMPLED,),
+    )
     ways = (PeerWay(batch=32),)  # for 0.5B, all 64 at once take more than 80 GB
     return StepShape(lengths=lengths, model=model, lora=lora, micro_batch_tokens=micro_batch_tokens, peer_ways=ways)
 

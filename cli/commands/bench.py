@@ -302,7 +302,7 @@ class Compile(
 class Roofline(
     Command,
     group=BENCH,
-    help="predict a decode step, a rollout and an update on A100 to H200",
+    help="predict a decode step, a rollout, an update and a step on A100 to H200",
     place=50,
     example="thresher bench roofline --chip H100 --model 7B",
 ):

@@ -16,6 +16,7 @@ import torch
 from thresher.bench import gpu_check as module
 from thresher.bench.gpu_check import (
     LOSS_TARGETS,
+    NOT_PREDICTED,
     OF_A_CPU,
     RACED,
     CheckPart,
@@ -34,8 +35,11 @@ from thresher.bench.gpu_check import (
     table_text,
 )
 from thresher.bench.gpu_smoke import main as smoke
+from thresher.bench.roofline import MODELS, predicted_step
 from thresher.cli.main import run as cli
 from thresher.common.errors import UserError
+from thresher.engine.planning import time as planning_time
+from thresher.engine.planning.time import CHIPS
 from thresher.kernels.registry import triton_modules
 
 PYTHON = (sys.executable, "-c")
@@ -315,7 +319,8 @@ DECODE = {
     "shape": {"batch": 256, "group": 8, "shared": 1200, "own": 300},
 } | {"tokens_per_s": 20_000.0, "floor_s": 0.005, "floor_share": 0.4, "predicted_share": 0.5, "host_s": 0.0004}
 ROLLOUT = {"shape": "rag", "tokens": 48, "ours_tokens_per_s": SPREAD, "peer": "generate_batch", "ratio": SPREAD}
-STEP = {"shape": "0.5B", "tokens": 80_384, "shared": {"tokens_per_s": SPREAD}, "ratio_step": 2.5}
+SHARED = {"tokens_per_s": SPREAD, "rollout_s": SPREAD, "update_s": SPREAD}
+STEP = {"shape": "0.5B", "tokens": 80_384, "shared": SHARED, "ratio_step": 2.5}
 STEP |= {"asked_tokens": 80_320, "computed_tokens": 20_080, "shared_gain": 3.0}
 
 
@@ -333,7 +338,7 @@ def test_the_lines_of_a_row() -> None:
     assert attention_lines([heads]) == [line]
     wrong = heads | {"sides": {"ours": {"left_out": "It is wrong by 5.0e-01."}}, "ratio": {}}
     assert attention_lines([wrong])[0].measured == "It is wrong by 5.0e-01."
-    kind, rate = "decode 7B, 1,200 shared + 300", "20,000 tokens/s, 40%"
+    kind, rate = "decode 7B, context 1,200/8 + 300", "20,000 tokens/s, 40%"
     assert decode_lines([DECODE]) == [
         TableLine(kind, rate, "25,600 tokens/s", f"50% {floor}"),
         TableLine("  the host's part of a step, 7B", "0.40 ms", "-", ".5 ms"),
@@ -343,13 +348,31 @@ def test_the_lines_of_a_row() -> None:
     line = TableLine("rollout rag, 48 tokens", "2 tokens/s", "-", "3x generate_batch", "generate_batch 1.50x")
     alone = TableLine("rollout rag, 48 tokens", "2 tokens/s")
     ours = ROLLOUT | {"peer": None, "ratio": None}
-    assert rollout_lines([ours, ROLLOUT]) == [line] and rollout_lines([ours]) == [alone]
+    assert rollout_lines([ours, ROLLOUT]) == [line, NOT_PREDICTED]
+    assert rollout_lines([ours]) == [alone, NOT_PREDICTED] and rollout_lines([]) == []
     failed = ROLLOUT | {"ratio": None, "peer_failure": "OutOfMemoryError: none left"}
     assert rollout_lines([failed])[0].peer == "OutOfMemoryError: none left"
-    whole, update = step_lines([STEP | {"ratio_step": None, "peer_failure": "not measured yet"}, STEP])
-    assert whole == TableLine("step 0.5B, 80,384 tokens", "2 tokens/s", peer="TRL 2.50x")
-    assert update == TableLine("  its update, prefixes shared / unshared", "3.00x", "4.00x by tokens")
-    profiled = {"update_profile": {"kernels": 1900, "busy_s": 0.25}, "shared": STEP["shared"] | {"update_s": SPREAD}}
-    assert step_lines([STEP | profiled])[2].measured == "1,900 kernels, 0.25 of 1.50 s"
+
+
+def test_the_lines_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the predictions of `bench roofline` for this machine's GPU, if it is a known one."""
+    monkeypatch.setattr(planning_time, "this_chip", lambda device: None)
+    assert step_lines([STEP | {"ratio_step": None, "peer_failure": "not measured yet"}, STEP]) == [
+        TableLine("step 0.5B, 80,384 tokens", "2 tokens/s", peer="TRL 2.50x"),
+        TableLine("  its rollout", "1.50 s"),
+        TableLine("  its update, prefixes shared", "1.50 s"),
+        TableLine("  its update, prefixes shared / unshared", "3.00x", "4.00x by tokens"),
+    ]
+    profiled = step_lines([STEP | {"update_profile": {"kernels": 1900, "busy_s": 0.25}}])
+    assert profiled[-1].measured == "1,900 kernels, 0.25 of 1.50 s"
     assert step_lines([STEP | {"ratio_step": None}])[0].peer == "-"
     assert step_lines([STEP | {"ratio_step": None, "peer_failure": "ImportError: x"}])[0].peer == "ImportError: x"
+    monkeypatch.setattr(planning_time, "this_chip", lambda device: CHIPS["H200"])
+    found = predicted_step(MODELS["0.5B"], CHIPS["H200"])
+    assert [line.predicted for line in step_lines([STEP])] == [
+        f"{80_384 / (found['rollout'] + found['update']):,.0f} tokens/s",
+        f"{found['rollout']:.2f} s",
+        f"{found['update']:.2f} s",
+        f"{found['unshared'] / found['update']:.2f}x, 4.00x by tokens",
+    ]
+    assert [line.predicted for line in step_lines([STEP | {"shape": "7B-lora"}])][:3] == ["-"] * 3

@@ -8,7 +8,17 @@ from typing import get_args
 import pytest
 from documents import ROOT, table_rows
 
-from thresher.bench.roofline import IN_FLIGHT, LONGEST, MODELS, OWN, config_of, counts_of_tail
+from thresher.bench.roofline import (
+    IN_FLIGHT,
+    LONGEST,
+    MODELS,
+    OWN,
+    config_of,
+    counts_of_tail,
+    predicted_step,
+    step_tokens,
+)
+from thresher.bench.settings import STEP_SHAPES
 from thresher.cli import main as cli
 from thresher.cli.commands import bench as command
 from thresher.engine.planning import time as floors
@@ -190,6 +200,23 @@ def test_an_update_by_hand() -> None:
     assert floors.state_bytes(config) / 2**30 == pytest.approx(32, abs=0.5)
 
 
+def test_a_step_by_hand() -> None:
+    """8 groups of 8, prompts of 1,000 tokens, 256 sampled each: 256 decode steps, and an update whose shared prompts
+    are computed once."""
+    config, chip = MODELS["0.5B"], CHIPS["H200"]
+    found, shape = predicted_step(config, chip), DecodeShape(batch=64, group=8, shared=1000, own=128)
+    decoding = 256 * floors.predicted_decode_s(config, shape, chip)
+    assert found["rollout"] == pytest.approx(decoding + floors.predicted_prefill_s(config, 8 * 1000, chip))
+    for name, tokens in (("update", 8 * (1000 + 8 * 256)), ("unshared", 64 * 1256)):
+        whole = tokens / 1256
+        update = UpdateShape(trajectories=whole, length=1256, sampled=64 * 256 / whole)
+        expected = floors.predicted_update_s(floors.update_costs(config, update), chip) * tokens
+        assert found[name] == pytest.approx(expected)
+    lengths = STEP_SHAPES["0.5B"].lengths
+    assert (lengths.samples, lengths.group, lengths.prompt, lengths.turns) == (64, 8, 1000, (256,))
+    assert STEP_SHAPES["0.5B"].tokens == step_tokens()
+
+
 def test_what_is_predicted_lies_above_the_floor() -> None:
     assert floors.UPDATE_SHARES.keys() == {part.name for part in floors.update_costs(MODELS["3B"], UpdateShape())}
     measured = floors.MeasuredRates(1e11, 1e10)
@@ -215,7 +242,7 @@ def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.C
         (chip, model, kind)
         for chip in ("A100-40", "H200")
         for model in ("1.5B", "7B")
-        for kind in ("decode", "decode", "rollout", "rollout", "update")
+        for kind in ("decode", "decode", "rollout", "rollout", "update", "step")
     ]
     first, second = (row for row in rows[2:4])
     assert [row["shape"]["sigma"] for row in (first, second)] == [0.6, 1.0]
@@ -225,10 +252,13 @@ def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.C
         assert 0 < one["staleness"] < one["max_staleness"] < one["in_flight"] / 32
         assert one["tokens_again"] > 0 and one["predicted_speedup"] < one["predicted_speedup_stale_cache"]
     assert list(rows[4]["shape"]) == ["trajectories", "length", "sampled", "full", "reference"]
+    seconds = rows[5]["predicted_seconds"]
+    assert seconds == predicted_step(MODELS["1.5B"], CHIPS["A100-40"]) and seconds["update"] < seconds["unshared"]
+    assert rows[5]["predicted_tokens_per_s"] == 80_384 / (seconds["rollout"] + seconds["update"])
     said = capsys.readouterr().out
     assert "nothing is measured here" in said and max(map(len, said.splitlines()[:-1])) <= 80
     by_hand = floors.floor_s(floors.decode_costs(MODELS["7B"], SHARED), CHIPS["H200"])
-    assert rows[16]["floor_seconds"] == by_hand and f"{1000 * by_hand:.2f}" in said
+    assert rows[19]["floor_seconds"] == by_hand and f"{1000 * by_hand:.2f}" in said
     fits = {(row["chip"], row["model"]): row["states_fit"] for row in rows if row["kind"] == "update"}
     assert fits["A100-40", "1.5B"] and not fits["H200", "7B"]  # 34 GB, 168 GB
 
@@ -240,8 +270,8 @@ def test_a_model_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "rows.jsonl"
     assert cli.run(["bench", "roofline", "--chip", "H100", "--model", "0.5B", str(tmp_path), "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert [row.get("floor_seconds") for row in rows[:4]] == [row.get("floor_seconds") for row in rows[4:]]
-    assert rows[2]["shape"]["sigma"] == SIGMA and rows[2]["partial"] == rows[6]["partial"]
+    assert [row.get("floor_seconds") for row in rows[:5]] == [row.get("floor_seconds") for row in rows[5:]]
+    assert rows[2]["shape"]["sigma"] == SIGMA and rows[2]["partial"] == rows[7]["partial"]
 
 
 @pytest.mark.parametrize(
@@ -293,6 +323,28 @@ def test_the_tables_of_the_document_are_those_of_the_formulas() -> None:
         for chip in (CHIPS[name] for name in row[0].split(", ")):
             said = [f"{chip.flops_per_s / 1e12:.0f}", f"{chip.bytes_per_s / 1e12:g}", f"{chip.memory / 1e9:.0f} GB"]
             assert [cell.strip(" |") for cell in row[1:]] == said
+
+
+def test_the_predicted_step_of_the_document_is_that_of_the_formulas() -> None:
+    """Its measured step is the stored row."""
+    names = ("A100-80", "H100", "H200")
+    found = [predicted_step(MODELS["0.5B"], CHIPS[name]) for name in names]
+    whole = [one["rollout"] + one["update"] for one in found]
+    rows = [[cell.strip(" |") for cell in row[:4]] for row in table_rows("docs/gpu.md", "line of gpu-check")][1:]
+    assert rows == [
+        [f"step 0.5B, {step_tokens():,} tokens", *(f"{step_tokens() / seconds / 1000:.1f}k" for seconds in whole)],
+        ["its rollout", *(f"{one['rollout']:.2f} s" for one in found)],
+        ["its update, prefixes shared", *(f"{one['update']:.2f} s" for one in found)],
+        ["its update, prefixes shared / unshared", *(f"{one['unshared'] / one['update']:.2f}x" for one in found)],
+    ]
+    text = (ROOT / "bench" / "results" / "gpu-check.jsonl").read_text("utf-8")
+    (row,) = (row for row in map(json.loads, text.splitlines()) if row["bench"] == "step")
+    took = {part: row["shared"][f"{part}_s"]["p50"] for part in ("step", "rollout", "update")}
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text("utf-8").split())
+    said = f"has {took['step']:.3f} s where {whole[2]:.3f} s is predicted: {took['step'] / whole[2]:.2f} times as long."
+    assert said.replace(" 0.", " .") in page
+    for part in ("rollout", "update"):
+        assert f"{took[part] / found[2][part]:.2f} times" in page
 
 
 def test_the_tables_of_partial_rollouts_are_those_of_the_formulas() -> None:
