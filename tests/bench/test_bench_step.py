@@ -232,7 +232,9 @@ from thresher.bench.settings import ROLLOUT_SHAPES, STEP_SHAPES, Sizes
 
 class Ending(ModuleType):
     def __getattr__(self, name):
-        os._exit(9)
+        if name == "Theirs":  # others look for names like __file__ in every module
+            os._exit(9)
+        raise AttributeError(name)
 
 def end(*given):
     os._exit(9)
