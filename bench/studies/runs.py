@@ -85,11 +85,9 @@ def check_folder(case: StudyRun, longer: bool = False) -> None:
     if not path.exists():
         return
     found = load_recipe(path)
-    differences = found.differences(case.recipe)
-    for key in () if longer else ("steps", "token_budget"):
-        if (there := getattr(found.run, key)) != (here := getattr(case.recipe.run, key)):
-            differences.append(f"run.{key} is {there}, not {here}")
-    if differences:
+    lengths = [(key, getattr(found.run, key), getattr(case.recipe.run, key)) for key in ("steps", "token_budget")]
+    differences = [f"run.{key} is {there}, not {here}" for key, there, here in lengths if there != here and not longer]
+    if differences := differences + found.differences(case.recipe):
         raise UserError(
             f"{case.folder}: the run there belongs to a study with other settings ({differences[0]}); give those, or "
             "another --out"

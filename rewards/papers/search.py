@@ -77,7 +77,7 @@ def eval_rar_reward(
         searches = valid_searches(pieces)
         spans = [span for span in spans if searches and span.start >= searches[0].end]
     texts = [span.text for span in spans]
-    texts = [" ".join(texts)] if substring else texts
+    texts = [" ".join(texts)] if substring and texts else texts
     contains = any(contains_answer(text, golds, substring=substring) for text in texts)
     earns = evaluation_reward and contains and (answer is not None or not require_answer)
     parts |= {"evaluation": EVALUATION_REWARD if earns else 0.0}

@@ -176,7 +176,7 @@ def test_bars_have_a_group_per_column_and_the_parts_of_the_reward(
     assert {(chart.groups, *series.steps) for chart in drawn for series in chart.series} == {
         (("HotpotQA", "2Wiki"), 0, 1)
     }
-    naive, *others = "Naive-GRPO", "ARENA without KL stabilisation", "ARENA"
+    naive, *others = ("Naive-GRPO", "ARENA, format and EM alone", "ARENA without KL stabilisation", "ARENA")
     root = 2**-0.5  # the deviation of two values is their difference by this
     assert bars == {
         "Exact match as ARENA normalises": dict.fromkeys([naive, *others], ([0.5, 0.5], [0, 0])),
