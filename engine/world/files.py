@@ -465,8 +465,8 @@ def _numbers(form: str, facts: Sequence[Fact], bridge: int, shown: Sequence[Fact
         "fact": (f" {path[0].query} [", "]"),
         "question": (f" {ask(path)}\n<relevance> [", "] </relevance>\n"),
     }[form]
-    segments = prompt_segments(before)
-    for n, fact in enumerate(path):
-        segments += prompt_segments(", " if n else "")
+    segments: Segments = []
+    for fact, words in zip(path, (before, ", "), strict=False):
+        segments.append({"source": "feedback", "text": words})  # a prompt here would begin another context
         segments.append({"source": "policy", "text": str(shown.index(fact) + 1), "copied": [[0, 1]]})
-    return segments + prompt_segments(after)
+    return [*segments, {"source": "feedback", "text": after}] if after else segments

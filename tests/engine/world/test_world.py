@@ -374,8 +374,10 @@ def test_the_numbers_are_those_of_the_facts_asked_for(stage: str) -> None:
         titles = {number: words for words, number in re.findall(r"^ (?:(.+?))([1-6])(?: .*)?$", listed["text"], re.M)}
         numbers = {word: number for number, words in titles.items() for word in (words, words.rpartition(", ")[2])}
         words = ""
+        # A prompt would begin another context, without the facts.
+        assert {one["source"] for one in asked} == {"feedback", "policy"}
         for segment in asked:
-            if segment["source"] == "prompt":
+            if segment["source"] == "feedback":
                 words = words + segment["text"] if segment["text"] == ", " else segment["text"]
                 continue
             said = words.strip(" [\n]").removesuffix("<relevance>").strip().removesuffix("?")
