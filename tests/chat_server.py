@@ -71,7 +71,7 @@ class ChatServer:
                             time.sleep(0.05)
                     self.close_connection = True
                 elif said == "sleep":
-                    threading.Event().wait(0.3)
+                    threading.Event().wait(1.5)
                     self.close_connection = True
                 elif isinstance(said, str):
                     self.answer(200, completion(said))

@@ -233,7 +233,7 @@ def test_a_broken_context_and_a_test_that_hangs_cost_one_test(workers: int, tmp_
         | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     said = done.stdout + done.stderr
     assert "test_broken.py::test_breaks: RuntimeError: CUDA error: an illegal memory access was" in said

@@ -208,7 +208,7 @@ def test_what_is_under_way_when_one_fails_is_kept(
 def test_what_passes_is_waited_for(server: ChatServer, pauses: list[float], trouble: Any) -> None:
     lines: list[str] = []
     server.script = [trouble, trouble, "at last"]
-    endpoint = Endpoint(server.url, "m", timeout=0.1, say=lines.append)
+    endpoint = Endpoint(server.url, "m", timeout=1.0 if trouble == "sleep" else 60.0, say=lines.append)
     assert endpoint.complete(said("q")) == ["at last"]
     assert server.asked == [server.asked[0]] * 3 and endpoint.requests == 3
     assert len(lines) == 2 and "asking again for up to 300 s" in lines[0] and lines[1].endswith("replies again")
@@ -216,7 +216,7 @@ def test_what_passes_is_waited_for(server: ChatServer, pauses: list[float], trou
 
 def test_a_reply_that_trickles_gives_its_place_back(server: ChatServer, pauses: list[float]) -> None:
     server.script = ["drip", "drip", "fine"]
-    endpoint, replies = Endpoint(server.url, "m", timeout=0.2, concurrency=1), list[str]()
+    endpoint, replies = Endpoint(server.url, "m", timeout=1.0, concurrency=1), list[str]()
     asking = threading.Thread(target=lambda: replies.extend(endpoint.complete(said("q"))), daemon=True)
     asking.start()
     asking.join(60)
