@@ -372,7 +372,9 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
         with console.stage(run.name, case.recipe.run.steps) as line:
 
             def watch(progress: Progress) -> None:
-                if progress.record and "eval" not in progress.record:
+                if not progress.record:
+                    line.from_before(progress.step)
+                elif "eval" not in progress.record:
                     line.total = progress.steps
                     line.to(progress.step, f"reward {progress.record['reward']:.3f}")
 
@@ -405,6 +407,8 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
 def work_through(jobs: Sequence[Job]) -> None:
     """Do all jobs in order, skipping those that another process is doing, and return once all are done."""
     with console.progress_line("compare-methods", len(jobs)) as line:
+        open_jobs = [job for job in jobs if not job.done()]
+        line.from_before(len(jobs) - len(open_jobs))
 
         def attempt(job: Job) -> bool:
             if not (job.done() or _taken(job)):
@@ -412,7 +416,7 @@ def work_through(jobs: Sequence[Job]) -> None:
             line.to(line.done + 1, job.name)
             return True
 
-        share_work(jobs, attempt)
+        share_work(open_jobs, attempt)
 
 
 def _taken(job: Job) -> bool:

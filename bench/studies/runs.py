@@ -20,6 +20,7 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import RunFolder, to_be_resumed
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
+from thresher.engine.world.stages import below_gate
 from thresher.retrieval.questions import Question
 
 HEAD = ("commit", "machine", "torch")  # of a run's start
@@ -109,14 +110,18 @@ def head_of(run: RunFolder) -> dict[str, Any]:
 
 
 def run_stages(stages: Iterable[Sequence[str]], run_command: Callable[[list[str]], None]) -> None:
-    """Run the commands, each given by its words, whose --out does not exist; resume a killed one."""
+    """Run the commands, each given by its words, whose --out does not exist; resume a killed one. Name the models that
+    ended below their gate, those made before among them."""
+    below = []
     for typed in stages:
         into = Path(typed[typed.index("--out") + 1])
-        if is_made(typed[0], into):
-            continue
-        words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
-        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
-        run_command(words)
+        if not is_made(typed[0], into):
+            words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
+            console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+            run_command(words)
+        below += [missed] if typed[0] == "sft" and (missed := below_gate(into)) else []
+    if below:
+        console.note(f"fine-tuned models that ended below their gate: {', '.join(below)}")
 
 
 def train_all(

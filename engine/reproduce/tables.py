@@ -26,7 +26,7 @@ from thresher.engine.planning.plan import plan
 from thresher.engine.planning.time import GB, Chip
 from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, TableRow, switches_of
 from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, columns_of, rows_in_world
-from thresher.engine.world.stages import RECIPES
+from thresher.engine.world.stages import RECIPES, below_gate
 from thresher.policy.config import read_config
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import RESAMPLES, compare_paired, compare_seeds, least_p
@@ -45,7 +45,8 @@ def results_of(
     refused: Mapping[Command, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the table as data: its rows, each with "printed" and "ours" by measure and column. Values of unfinished
-    commands are absent; "not_run" maps each reason to the labels of its rows."""
+    commands are absent; "not_run" maps each reason to the labels of its rows; "below_gate" names the fine-tuned models
+    that missed their gate."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
     values: dict[Entry, dict[int, Values]] = {}  # seed -> values
@@ -80,6 +81,7 @@ def results_of(
         "average": table.average and len(columns) == len(table.columns),
         "against": table.against,
         "not_run": _not_run(manifest, experiments, refused),
+        "below_gate": _below_gate(experiments),
         "rows": list(rows.values()),
     }
 
@@ -101,6 +103,11 @@ def _not_run(
         for why in reasons:
             found.setdefault(why, {})[manifest.label(one.row)] = None
     return {why: list(labels) for why, labels in found.items()}
+
+
+def _below_gate(experiments: Sequence[ExperimentRun]) -> list[str]:
+    tunings = dict.fromkeys(one for row in experiments for one in row.every() if one.words[0] == "sft")
+    return [missed for one in tunings if (missed := below_gate(one.folder))]
 
 
 def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
@@ -211,6 +218,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     for why, labels in results["not_run"].items():
         rows = "every row" if len(labels) == len(results["rows"]) > 1 else ", ".join(labels)
         lines.append(f"- {rows}: {why}")
+    if results["below_gate"]:
+        lines += ["", f"Fine-tuned models that ended below their gate: {', '.join(results['below_gate'])}."]
     return "\n".join(lines) + "\n"
 
 

@@ -107,6 +107,16 @@ def world_stages(world: Path, seed: int = 0, judged: bool = True, base: str = "s
     return [*commands, sft("numbered.toml", model, "numbered", world / f"numbered{seed}")]
 
 
+def below_gate(folder: Path) -> str:
+    """Return in words by how much a fine-tuned model missed its gate, such as "base0 (79% of names copied right, gate
+    97%)". It is empty if there was no gate, if it was reached, and for a folder without a finished fine-tuning."""
+    file = folder / "sft.json"
+    record = read_json_object(file) if file.is_file() else {"passed": True}
+    if record.get("passed"):
+        return ""
+    return f"{folder.name} ({record['names copied right']:.0%} of names copied right, gate {record['gate']:.0%})"
+
+
 def world_questions(world: Path, system: str, split: str) -> Path:
     """Return the question file of a split (train, dev or test) for a system."""
     return world / "data" / f"{'given_' if system in GIVEN else ''}{split}.jsonl"

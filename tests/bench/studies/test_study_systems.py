@@ -99,6 +99,25 @@ def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
     assert f"model.path={first[4][-1]}" in first[5] and f"model.path={first[3][-1]}" in first[4]
 
 
+def test_a_base_below_its_gate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {
+        "init2": None,  # not fine-tuned
+        "recite2": {"gate": None, "passed": True, "names copied right": None},
+        "base2": {"gate": 0.97, "passed": False, "names copied right": 0.794},
+    }
+
+    def make(words: list[str]) -> None:
+        folder = Path(words[words.index("--out") + 1])
+        folder.mkdir(parents=True)
+        if record := figures.get(folder.name):
+            (folder / "sft.json").write_text(json.dumps(record))
+
+    for _ in range(2):  # made, and made before
+        make_world(tmp_path / "world", 2, ("naive_grpo",), make)
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said.endswith("ended below their gate: base2 (79% of names copied right, gate 97%)")
+
+
 def test_a_world_holds_the_bases_that_its_systems_start_from(tmp_path: Path) -> None:
     def made(systems: tuple[str, ...]) -> list[str]:
         typed: list[list[str]] = []

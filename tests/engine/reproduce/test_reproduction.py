@@ -731,6 +731,19 @@ def test_of_several_seeds_the_seed_is_the_unit() -> None:
     assert "p" not in _figures(seeds(1, 2), {5: first[0], 6: first[1]})
 
 
+def test_a_table_names_the_models_below_their_gate(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    cells = experiment_runs(manifest, manifest.tables["T1"], Scale("world", (0, 1)), tmp_path)
+    for name, copied in (("base0", 0.98), ("base1", 0.16)):
+        folder = tmp_path / "world" / name
+        folder.mkdir(parents=True)
+        record = {"gate": 0.97, "passed": copied >= 0.97, "names copied right": copied}
+        (folder / "sft.json").write_text(json.dumps(record))
+    results = results_of(manifest, manifest.tables["T1"], Scale("world", (0, 1)), cells)
+    assert results["below_gate"] == ["base1 (16% of names copied right, gate 97%)"]
+    assert markdown(results).endswith(f"ended below their gate: {results['below_gate'][0]}.\n")
+
+
 def test_a_row_that_no_seed_changes_stands_beside_every_seed_and_an_unfinished_one_does_not(tmp_path: Path) -> None:
     manifest, scale = read_manifest("eval_rar"), Scale("paper", (0, 1, 2))
     cells = experiment_runs(manifest, manifest.tables["T1"], scale, tmp_path)
