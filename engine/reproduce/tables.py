@@ -212,7 +212,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     lines += _of_p(results)
     for measure in results["measures"] if results["columns"] else ():
-        lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
+        lines += ["", f"## `{measure}`", "", *measure_table(results, measure)]
     if results["not_run"]:
         lines += ["", "## Not run, wholly or in part", ""]
     for why, labels in results["not_run"].items():
@@ -239,7 +239,7 @@ def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
+def measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
     """Return the lines of a measure's table: per column the printed number and p, if any row has them, and ours."""
     names = results["columns"] | ({"average": "Average"} if results["average"] else {})
     head, rows = [""], [[row["label"]] for row in results["rows"]]
