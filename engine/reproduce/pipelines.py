@@ -49,6 +49,9 @@ ROOM_TO_READ = ("rollout.max_passage_tokens=3072", "rollout.max_context=4608")
 SHARED_SEED = 0  # of the stages shared by all seeds: the generator that answers from evidence, and the teacher
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
+# The world's generator reads names that it was not tuned on: its questions are those of the warm-up worlds, and it
+# needs more steps than other tunings (docs/internals/log.md).
+READS_NEW_NAMES = ("sft.steps=1500", "sft.lr=2e-3")
 
 AGENT = Method(label="agent", baseline="search_loop")  # gives `extract --loop agentic` the agent's prompt
 
@@ -268,6 +271,8 @@ class Pipeline:
             prompt = [str(prompt_file(self.world, ASKED_IN[tuning.kind or tuning.format or "qa"]))]
         if tuning.kind is None:
             asked = [f"sft.data={self.trained_on}"] if self.invented else []
+            if self.invented and tuning.format == "qa":
+                asked = [f"sft.data={world_questions(self.world, GIVEN[0], 'warmup')}", *READS_NEW_NAMES]
             data = [f"sft.format={tuning.format}", *asked, *(f"sft.template={file}" for file in prompt)]
         else:
             made = self.out / "tunings" / f"{name}.jsonl"

@@ -10,6 +10,7 @@ and, with --forms, for `study systems` and `reproduce --scale world`:
 
 dev.jsonl                               other questions about held-out entities, by which a checkpoint is chosen
 given_train.jsonl, given_dev.jsonl, ..  the same questions with passages, gold indices among them
+given_warmup.jsonl                      questions with passages about entities of all warm-up worlds, for a generator
 forms.jsonl                             warm-up transcripts of six protocols, each with its own prompt, which begins
                                         with the protocol's name, cut into segments where the renderer cuts it
 recitals.jsonl                          copy-task transcripts, which come before them
@@ -133,10 +134,14 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
         if forms:
             tested = {question.question for question, _ in asked["test"]}
             asked["dev"] = with_paths(worlds.test, size.dev_questions, size.two_hop, seed, "dev", tested)
-            for name, pairs in asked.items():
-                world = worlds.train if name == "train" else worlds.test
-                given = (given_question(world, question, path, seed) for question, path in pairs)
-                write(f"given_{name}", map(question_record, given))
+            given = {name: [(worlds.train if name == "train" else worlds.test, pairs)] for name, pairs in asked.items()}
+            given["warmup"] = [
+                (world, with_paths(world, 3 * forms // size.warmup_worlds, size.two_hop, seed, f"warmup{number}"))
+                for number, world in enumerate(worlds.warmup)
+            ]
+            for name, sources in given.items():
+                questions = (given_question(world, *pair, seed) for world, pairs in sources for pair in pairs)
+                write(f"given_{name}", map(question_record, questions))
             write("forms", mixed)
             write("recitals", copy_task_transcripts(worlds.warmup, COPY_TASKS * forms, seed))
             for stage in STAGES:

@@ -245,6 +245,7 @@ def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(tmp_pat
     generator = next(line for line in lines if "tunings/generator" in line and line.startswith("sft"))
     reading = next(line for line in lines if "--baseline evidence" in line)
     prompt, evidence = tmp_path / "world" / "qa.txt", tmp_path / "evidence" / "eviomni-seed0.jsonl"
+    assert f"sft.data={tmp_path}/world/data/given_warmup.jsonl" in generator and "sft.steps=1500" in generator
     assert f"sft.template={prompt}" in generator and f"system.template={prompt}" in reading
     assert f"system.options.file={evidence}" in reading and any(line.endswith(f"--out {evidence}") for line in lines)
     ours = found["rows"][0]["ours"]  # answers of the generator, compression of the extraction

@@ -282,6 +282,17 @@ def test_given_questions_hold_what_answers_them(files: Path) -> None:
     assert places == {1, 2, 3, 4, 5, 6}  # the order of the passages reveals nothing
 
 
+def test_a_generator_is_tuned_on_the_names_of_all_warm_up_worlds(files: Path) -> None:
+    """Of one world it learns the names, and reads no others."""
+    asked = read_questions(files / "given_warmup.jsonl")
+    golds = {question.golds[0] for question in asked}
+    assert all(not golds.isdisjoint(world.kinds) for world in WORLDS.warmup)
+    assert len({question.id for question in asked}) == len(asked) > len(WORLDS.warmup)
+    for question in asked:
+        text = " ".join(question.passages[number - 1].text for number in question.gold_indices)
+        assert question.golds[0] in text and len(question.gold_indices) == question.metadata["hops"]
+
+
 def test_a_checkpoint_is_chosen_by_other_questions_than_it_is_tested_on(files: Path) -> None:
     dev, given, test = (read_questions(files / f"{name}.jsonl") for name in ("dev", "given_dev", "test"))
     assert [question.question for question in dev] == [question.question for question in given]

@@ -1,0 +1,26 @@
+"""Tests of the papers' pages of the invented world: their tables are those of the stored results."""
+
+import json
+from statistics import mean
+from typing import Any
+
+import pytest
+from documents import ROOT, read
+
+from thresher.engine.reproduce.tables import measure_table
+
+STORED = [json.loads(line) for line in (ROOT / "bench/results/reproduce-world-cpu.jsonl").read_text().splitlines()]
+CASES = [
+    pytest.param(results, measure, id=f"{results['page']}-{results['table']}-{measure}")
+    for results in STORED
+    for measure in (results["measures"] if results["columns"] else ())
+]
+
+
+@pytest.mark.parametrize(("results", "measure"), CASES)
+def test_a_table_of_a_page_is_that_of_the_stored_results(results: dict[str, Any], measure: str) -> None:
+    cells = [cell for row in results["rows"] for cell in row["ours"].get(measure, {}).values()]
+    assert all(cell["mean"] == pytest.approx(mean(cell["seeds"]), abs=1e-6) for cell in cells)
+    lines, page = measure_table(results, measure), read(f"docs/results/{results['page']}.md")
+    shown = [page[at : at + len(lines)] for at, line in enumerate(page) if line == lines[0]]
+    assert lines in shown, "\n".join(lines)
