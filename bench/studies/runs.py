@@ -119,7 +119,8 @@ def run_stages(stages: Iterable[Sequence[str]], run_command: Callable[[list[str]
             words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
             console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
             run_command(words)
-        below += [missed] if typed[0] == "sft" and (missed := below_gate(into)) else []
+        if typed[0] == "sft" and (missed := below_gate(into)):
+            below.append(missed)
     if below:
         console.note(f"fine-tuned models that ended below their gate: {', '.join(below)}")
 

@@ -111,8 +111,8 @@ def below_gate(folder: Path) -> str:
     """Return in words by how much a fine-tuned model missed its gate, such as "base0 (79% of names copied right, gate
     97%)". It is empty if there was no gate, if it was reached, and for a folder without a finished fine-tuning."""
     file = folder / "sft.json"
-    record = read_json_object(file) if file.is_file() else {"passed": True}
-    if record.get("passed"):
+    record = read_json_object(file) if file.is_file() else {}
+    if record.get("passed", True):
         return ""
     return f"{folder.name} ({record['names copied right']:.0%} of names copied right, gate {record['gate']:.0%})"
 
