@@ -637,18 +637,17 @@ def markdown(plan: Comparison, found: Mapping[str, Any]) -> str:
 
 
 def _lines(plan: Comparison, table: Mapping[str, Any]) -> list[str]:
-    shown = "".join(f" {name} |" for name in plan.shown)
-    lines = [
-        f"| method | seeds | {plan.measure} of each seed | mean |{shown} minus {plan.baseline} | seeds and questions "
-        "| MDE | p, Holm | minus its control | MDE | p, Holm |",
-        "|---" * (11 + len(plan.shown)) + "|",
-    ]
+    columns = ["method", "seeds", f"{plan.measure} of each seed", "mean", *plan.shown]
+    columns += [f"minus {plan.baseline}", "seeds and questions", "MDE", "p, Holm"]
+    columns += ["minus its control", "MDE", "p, Holm"] if plan.control else []
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for line in table["lines"]:
         name = f"{line['method']}, control" if line["control"] else line["method"]
         each = ", ".join(f"{value:.3f}" for value in line["values"])
         cells = [name, str(len(line["seeds"])), each, str(seed_interval(line["values"]))]
         cells += ["-" if line[name] is None else f"{line[name]:.2f}" for name in plan.shown]
-        cells += [*_cells(line.get("baseline"), True), *_cells(line.get("own control"), False)]
+        cells += _cells(line.get("baseline"), True)
+        cells += _cells(line.get("own control"), False) if plan.control else []
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

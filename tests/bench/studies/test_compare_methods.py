@@ -543,3 +543,15 @@ def test_one_seed_says_nothing_of_another(tmp_path: Path) -> None:
     found = analysis(plan, made_up({"plain": [0.4], "none": [0.9]}, 0.1))
     assert "none - plain: +0.500; 1 seed can support no claim" in markdown(plan, found)
     assert not any(line.get("baseline", {}).get("claimed") for line in found["tables"][0]["lines"])
+
+
+def test_a_table_without_controls_has_no_columns_of_them(tmp_path: Path) -> None:
+    text = HEAD.format(recipe="r.toml").replace("[300, 600]", "[1000]")
+    rows = made_up({"plain": [0.4, 0.5], "none": [0.9, 0.8]}, 0.1)
+    alone = read(text.replace('control = ["grpo.shuffle_rewards=true"]', ""), tmp_path)
+    without = markdown(alone, analysis(alone, [row for row in rows if not row["control"]]))
+    plan = read(text, tmp_path)
+    for page, count in ((without, 9), (markdown(plan, analysis(plan, rows)), 12)):
+        table = [line for line in page.splitlines() if line.startswith("|")]
+        assert {line.count("|") - 1 for line in table} == {count}
+        assert ("its control" in page) is (count == 12)
