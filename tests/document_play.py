@@ -158,6 +158,7 @@ REDUCED = {
     "compare-methods": Row(
         ("--finished", "--rows", "compared.jsonl"), ("rows.jsonl", "table.md", "curves.png", "methods.json"), once=True
     ),
+    "compare-methods --rows": Row(("--finished",), ("rows.jsonl", "table.md", "curves.png", "methods.json")),
     "study partial": Row(("--seeds", "0", *STUDIED), ("table.md", "partial.json"), once=True),
     "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
     "bench train": Row(("--peer", "none"), once=True),
@@ -201,7 +202,7 @@ REDUCED = {
 }
 FLAGS_OF_THEIR_OWN = (
     *("--refiner", "recomp", "--resume", "--model", "--chip", "--measure", "--tokens", "--limit", "--device", "--out"),
-    *("--recipe", "--run"),
+    *("--recipe", "--run", "--rows"),
 )
 
 

@@ -202,7 +202,7 @@ def _data(folder: Path) -> None:
 
 
 def _compared(folder: Path) -> None:
-    """Rows of two finished runs of world.toml."""
+    """Rows of two finished runs of world.toml, and the stored ones of smollm2.toml."""
     from thresher.bench.studies.methods import Run, origin_of, read_comparison, settings_of
 
     plan = read_comparison("world.toml")
@@ -215,6 +215,8 @@ def _compared(folder: Path) -> None:
         head = {"name": run.name, **named, "commit": "c0ffee", "measure": "em"}
         rows.append(head | origin_of(plan) | {"settings": settings_of(plan, run), "curve": curve})
     write_lines(folder / "compared.jsonl", rows)
+    (folder / "bench/results").mkdir(parents=True)
+    shutil.copy(ROOT / "bench/results/study-smollm2-cpu.jsonl", folder / "bench/results")
 
 
 def _dumps(folder: Path) -> None:

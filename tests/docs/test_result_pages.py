@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from documents import ROOT, read
 
+from thresher.bench.studies import methods
 from thresher.bench.studies.systems import markdown
 from thresher.engine.reproduce.tables import measure_table
 
@@ -44,3 +45,10 @@ def test_a_table_of_systems_is_that_of_the_stored_rows(name: str, page: str, see
     rows, lines = [row for row in stored(name) if row["seed"] in seeds], read(page)
     table = markdown(rows).split("\n\n")[0].splitlines()
     assert lines[(start := lines.index(table[0])) : start + len(table)] == table
+
+
+def test_the_table_of_smollm2_is_that_of_the_stored_rows() -> None:
+    plan = methods.read_comparison("smollm2.toml")
+    (found, _) = methods.markdown(plan, methods.analysis(plan, stored("study-smollm2-cpu.jsonl"))).split("## ")[1:]
+    table, page = [line for line in found.splitlines() if line.startswith("|")], read("docs/results/credit.md")
+    assert page[(start := page.index(table[0])) : start + len(table)] == table
