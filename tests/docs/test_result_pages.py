@@ -1,4 +1,4 @@
-"""Tests of the pages of the invented world: their tables are those of the stored results."""
+"""Tests of the pages of results: their tables are those of the stored rows."""
 
 import json
 from collections.abc import Sequence
